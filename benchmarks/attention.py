@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What attention costs: per objective the plan's kernels compared with one dense masked kernel, and each kernel alone.
 
-The second table has the three kernels of megatron_lite/model/attention_backends/calls.py, casts included, and the
+The second table has the three kernels of megatron_lite/model/attention_backends/cpu_kernels.py, casts included, and the
 one that a plan takes, for calls of [batch, heads, tokens, head size] in which every query sees every key.
 
 Rows come from each objective's own Examples, filled with one document or packed with documents as long as those of a
@@ -43,7 +43,11 @@ from data_utils.common.memory import keep_freed_memory
 from data_utils.loader.loader import collate
 from data_utils.objectives import OBJECTIVES, make_one
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD
-from megatron_lite.model.attention_backends.calls import KERNELS, Kernel, choose
+from megatron_lite.model.attention_backends.cpu_kernels import (
+    CPU_KERNELS,
+    CpuKernel,
+    choose_cpu_kernel,
+)
 from megatron_lite.model.attention_backends.plan import plan_attention
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.kernels.compat import widens
@@ -175,7 +179,7 @@ def cases(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], np.ndar
 
 def kernel_of(q: torch.Tensor) -> str:
     """The kernel that a plan takes for a call with as many keys as queries; without AMX it casts half precision."""
-    return "flash fp32" if widens(q) else choose(q.dtype, q.shape[2], q.shape[2], is_full=True)
+    return "flash fp32" if widens(q) else choose_cpu_kernel(q.dtype, q.shape[2], q.shape[2], is_full=True)
 
 
 def measure_kernels(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -184,7 +188,7 @@ def measure_kernels(options: argparse.Namespace) -> list[dict[str, Any]]:
     keep_freed_memory()
     columns = [
         "batch, heads, tokens, head size",
-        *(f"{name} ms" for name in KERNELS),
+        *(f"{name} ms" for name in CPU_KERNELS),
         "taken",
         "over the best",
     ]
@@ -195,12 +199,12 @@ def measure_kernels(options: argparse.Namespace) -> list[dict[str, Any]]:
         sizes = [int(size) for size in shape.split(",")]
         q, k, v, grad = (torch.randn(sizes, generator=generator).to(DTYPES[options.dtype]) for _ in range(4))
 
-        def run(kernel: type[Kernel], q=q, k=k, v=v, grad=grad) -> None:  # type: ignore[no-untyped-def]
+        def run(kernel: type[CpuKernel], q=q, k=k, v=v, grad=grad) -> None:  # type: ignore[no-untyped-def]
             out, state = kernel.forward(q, k, v, False, None)
             kernel.backward(grad, q, k, v, out, state, False, None)
 
-        works = [functools.partial(run, kernel) for kernel in KERNELS.values()]
-        times = dict(zip(KERNELS, milliseconds(works, options.repeats, options.clock), strict=True))
+        works = [functools.partial(run, kernel) for kernel in CPU_KERNELS.values()]
+        times = dict(zip(CPU_KERNELS, milliseconds(works, options.repeats, options.clock), strict=True))
         taken = kernel_of(q)
         over = times[taken] / min(times.values())
         records.append({"shape": sizes, "dtype": options.dtype, **times, "taken": taken, "over": over})

@@ -40,7 +40,7 @@ from megatron_lite.model.attention_backends.blocks import BlockPlan
 from megatron_lite.model.attention_backends.layout import make_layout, may_see
 from megatron_lite.model.kernels import cross_entropy, fused, rule_attention
 from megatron_lite.model.kernels import qkv_heads as heads
-from megatron_lite.model.kernels.dropout import FeatureDropout, drop, pairs_formula, salts, stays, token_keys
+from megatron_lite.model.kernels.dropout import FeatureDropout, drop, hash_pairs, is_kept, salts, token_keys
 from megatron_lite.model.kernels.sums import sum_programs
 
 TOLERANCE = 2.0**-7  # of the largest number: results are rounded to bf16 once, and so are torch's inputs
@@ -206,7 +206,7 @@ def of_heads(draw: Callable[..., torch.Tensor], tokens: int, count: int) -> Iter
 
         given = cos, sin, *scales, EPSILON, count, 1.0
         yield Case(
-            f"spread_heads{form}", lambda given=given: (heads.spread_heads_kernel(joined, *given),),
+            f"expand_heads{form}", lambda given=given: (heads.expand_heads_kernel(joined, *given),),
             lambda defined=defined: (defined(joined.double()),),
         )  # fmt: skip
         yield Case(
@@ -217,10 +217,10 @@ def of_heads(draw: Callable[..., torch.Tensor], tokens: int, count: int) -> Iter
 
             def turned() -> tuple[torch.Tensor, ...]:
                 copy = joined.view(tokens, 3, count, HEAD_SIZE).clone()
-                heads.turn_heads_kernel(copy, cos, sin, False)
+                heads.rotate_heads_kernel(copy, cos, sin, False)
                 return (copy,)
 
-            yield Case("turn_heads", turned, lambda defined=defined: (defined(joined.double()),))
+            yield Case("rotate_heads", turned, lambda defined=defined: (defined(joined.double()),))
 
 
 def masked_attention(
@@ -259,13 +259,13 @@ def masked_attention(
         seen = may_see(plan.columns[..., None], plan.columns[:, None], window=plan.window)
         scores = scores.masked_fill(~seen, float("-inf"))
         of_heads = torch.arange(1, heads + 1, dtype=torch.int32, device=device)[:, None, None]
-        kept = stays(pairs_formula(keys[:, None], keys[None], salt, of_heads), P)
+        kept = is_kept(hash_pairs(keys[:, None], keys[None], salt, of_heads), P)
         out = ((scores.softmax(-1) * kept / (1 - P)) @ value).transpose(0, 1)
         given = start, *{"": biases[:1], " tables": biases[1:], " query_tables": biases[1:2]}[form]
         return [out, scores.logsumexp(-1), *torch.autograd.grad(out, given, grad.double())]
 
     by_distance = numbers[buckets.long()].T.contiguous(), buckets, []
-    by_tables = None, rule_attention.table_places(rows), tables
+    by_tables = None, rule_attention.table_slots(rows), tables
     of_queries = *by_tables[:2], tables[:1]
     for form, bias in (("", by_distance), (" tables", by_tables), (" query_tables", of_queries)):
         yield from _attention_passes(form, reference(form), qkv, grad, plan, (*bias, *rest))
@@ -278,13 +278,13 @@ def _attention_passes(
     d_tables = [torch.zeros_like(table) for table in rest[2]]
 
     def forward() -> tuple[torch.Tensor, torch.Tensor]:
-        return rule_attention.rule_attention_kernel(qkv, plan.columns, plan.lists, *rest)
+        return rule_attention.rule_attention_kernel(qkv, plan.columns, plan.query_lists, *rest)
 
     out, log_sums = forward()
 
     def of_queries() -> tuple[torch.Tensor, torch.Tensor]:
         d_tables[:1] = [torch.zeros_like(table) for table in d_tables[:1]]
-        given = d_tables, grad, qkv, out, log_sums, plan.columns, plan.lists, *rest
+        given = d_tables, grad, qkv, out, log_sums, plan.columns, plan.query_lists, *rest
         return rule_attention.rule_attention_queries_kernel(*given)
 
     d_qkv, products = of_queries()
@@ -352,8 +352,8 @@ def expected(name: str, tokens: int, width: int, words: int, gpu: Gpu) -> float:
         passes = 5 if kernel == "add_norm_backward" else 8
         rounds = tokens / sum_programs(width, gpu.processors)
     elif kernel.endswith("_heads"):  # with angles, and the copy that is turned
-        numbers, issue = 3 * numbers, ISSUE[f"{kernel.replace('turn', 'spread')}{'_normed' * bool(form)}"]
-        moved = 10 if kernel == "turn_heads" else 8 if kernel == "gather_heads" and form else 6
+        numbers, issue = 3 * numbers, ISSUE[f"{kernel.replace('rotate', 'expand')}{'_normed' * bool(form)}"]
+        moved = 10 if kernel == "rotate_heads" else 8 if kernel == "gather_heads" and form else 6
         passes = moved / 3 + 128 / 3 / width
     elif kernel == "finish_sums":
         numbers, passes = sum_programs(width, gpu.processors) * 3 * width, 2

@@ -187,7 +187,7 @@ def computed_rows(inputs: MicroBatch) -> int:
 
 
 def computed_keys(batch: np.ndarray) -> int:
-    """Query-key pairs that CallPlan computes: the causal part in full tiles, so all of part B's keys."""
+    """Query-key pairs that CpuPlan computes: the causal part in full tiles, so all of part B's keys."""
     doc, order = batch[:, DOC], batch[:, ORD]
     lengths, contexts = (doc >= 0).sum(1), ((doc >= 0) & (order == 0)).sum(1)
     return int((contexts * contexts + (lengths - contexts) * lengths).sum())

@@ -62,14 +62,14 @@ def outputs(engine: Engine, batch: Batch) -> dict[str, torch.Tensor]:
     """The outputs of blocks and head for a batch, without dropout."""
     import torch
 
-    from megatron_lite.model.fused_block import Residual, settled
+    from megatron_lite.model.fused_block import Residual, materialize
 
     model: Any = engine.model  # type: ignore[attr-defined]
     found: dict[str, torch.Tensor] = {}
 
     def keep(name: str) -> Any:
         def hook(_: Any, __: Any, output: Any) -> None:
-            found[name] = settled(output) if isinstance(output, Residual) else output
+            found[name] = materialize(output) if isinstance(output, Residual) else output
 
         return hook
 

@@ -32,7 +32,7 @@ from data_utils.objectives import OBJECTIVES
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import load_config, require_validation
 from megatron_lite.model import loss as lm_loss
-from megatron_lite.model.attention_backends.calls import KERNELS
+from megatron_lite.model.attention_backends.cpu_kernels import CPU_KERNELS
 from megatron_lite.model.attention_backends.layout import make_layout
 from megatron_lite.model.attention_backends.plan import plan_attention
 from megatron_lite.model.batch import Batch
@@ -268,7 +268,7 @@ def test_attention_reports_every_case_and_draws_it(tmp_path, capsys):
     )
     assert [row["shape"] for row in measured["kernels"]] == [[2, 2, 40, 16], [1, 1, 520, 8]]
     for row in measured["kernels"]:
-        assert row["over"] == row[row["taken"]] / min(row[name] for name in KERNELS) >= 1
+        assert row["over"] == row[row["taken"]] / min(row[name] for name in CPU_KERNELS) >= 1
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(rows) + 3 + 2
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -387,7 +387,7 @@ def packed_batches(draw):
 
 
 @settings(max_examples=40, deadline=None)
-@given(packed_batches(), st.sampled_from(["calls", "dense", "auto"]))
+@given(packed_batches(), st.sampled_from(["cpu", "dense", "auto"]))
 def test_plans_follow_the_rule_and_give_padding_zero(arrays, kernel):
     doc, order, grp = arrays
     rows, length = doc.shape

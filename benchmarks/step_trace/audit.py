@@ -103,7 +103,7 @@ def _of_one_length(made: list[MicroBatch]) -> list[MicroBatch]:
     """Two batches of one length, with plans of one shape if there are such ones."""
     alike: dict[tuple[Any, ...], list[MicroBatch]] = {}
     for one in made:
-        plan = one.plan.shape if one.plan.is_fixed else ()
+        plan = one.plan.shape if one.plan.has_fixed_shapes else ()
         alike.setdefault((len(one.tokens), *plan), []).append(one)
     return next(found[:2] for found in alike.values() if len(found) > 1)
 

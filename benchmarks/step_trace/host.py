@@ -27,7 +27,7 @@ from megatron_lite.model.attention_backends.layout import make_layout
 from megatron_lite.model.attention_backends.plan import plan_attention
 from megatron_lite.model.block import Block
 from megatron_lite.model.forward_context import ForwardContext
-from megatron_lite.model.fused_block import Hidden, settled
+from megatron_lite.model.fused_block import Hidden, materialize
 from megatron_lite.model.kernels import fused
 from megatron_lite.model.kernels.dropout import AttentionDropout, Dropout, salts
 from megatron_lite.model.tensor_parallel import (
@@ -130,7 +130,7 @@ def layer_cost() -> tuple[float, float]:
         x: Hidden = hidden
         for layer, block in enumerate(blocks):
             x = block(x, context, layer)
-        out = settled(x)
+        out = materialize(x)
         out.backward(out)
 
     with _Operations() as operations:

@@ -60,7 +60,7 @@ def cost_of(
 def _bytes(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:
     if name in _GATHERS:
         return sum(2 * t.nbytes for t in _on_device(out)) + sum(t.nbytes for t in _on_device(args[1:]))
-    if name == "turn_heads":  # values stay
+    if name == "rotate_heads":  # values stay
         return sum(map(_size, _on_device(args[1:]))) + 4 / 3 * _size(args[0])
     read = sum(map(_size, _on_device((args, kwargs))))
     written = sum(map(_size, _on_device(out)))
@@ -100,12 +100,12 @@ def _product(name: str, args: Any) -> tuple[int, int, int, int] | None:
 def _issued(name: str, args: Any, out: Any) -> float:
     """Instructions of a kernel of this project."""
     each = ISSUE.get(name, 0.0)
-    if name == "turn_heads":  # the kernel of `spread_heads`, without values
-        each = ISSUE["spread_heads"] * 2 / 3
+    if name == "rotate_heads":  # the kernel of `expand_heads`, without values
+        each = ISSUE["expand_heads"] * 2 / 3
     elif name.startswith("activate"):
         kind, gated, _, _, p = args[-5:]
         each = activation_issue(name, kind, gated, p)
-    elif name in ("spread_heads", "gather_heads") and args[3 if name == "spread_heads" else 7] is not None:
+    elif name in ("expand_heads", "gather_heads") and args[3 if name == "expand_heads" else 7] is not None:
         each = ISSUE[f"{name}_normed"]
     elif name.startswith("add_norm"):
         weight, centered = (args[3], args[6]) if "backward" in name else (args[6], args[9])

@@ -41,7 +41,7 @@ class _RecordingPlan:
         q, k, v = (x.unflatten(0, self._plan.shape) for packed in inputs for x in packed.unbind(1))
         mask = self._plan.mask
         if bias is not None:
-            added = bias(0, *self._plan.pairs(q.device)[0]).float()
+            added = bias(0, *self._plan.query_key_pairs(q.device)[0]).float()
             mask = added.masked_fill(~mask, float("-inf"))
         weights = attention_weights(q, k, mask)
         again = torch.einsum("rhnk,rkhd->rnhd", weights, v.float()).flatten(0, 1)
@@ -66,8 +66,9 @@ def weights_of(run: Run, text: Text) -> torch.Tensor:
     recording: Any
     plan = given.plan
     if isinstance(plan, LayeredPlan):
-        whole, near = _RecordingPlan(plan.whole, weights), _RecordingPlan(plan.near, weights)
-        recording = LayeredPlan(whole, near, plan.global_every)
+        global_plan: Any = _RecordingPlan(plan.global_plan, weights)  # type: ignore[arg-type]
+        local_plan: Any = _RecordingPlan(plan.local_plan, weights)  # type: ignore[arg-type]
+        recording = LayeredPlan(global_plan, local_plan, plan.global_every)
     else:
         recording = _RecordingPlan(plan, weights)
     run.model.run(given.tokens, given.ids, recording, None)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from megatron_lite.model.attention_backends.calls import PartsPlan
+from megatron_lite.model.attention_backends.interface import EncoderDecoderPlan
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.micro_batch import MicroBatch, prepare
 from megatron_lite.model.transformer import GLM
@@ -91,7 +91,7 @@ def loss_of(model: GLM, given: MicroBatch) -> torch.Tensor:
 def _of_group(plan: Any, group: str, one: Examples, per_token: bool) -> torch.Tensor:
     """The gate of each token of a group's stack, in the order of its plan: int64 [T]. Padding has any."""
     order = plan.order
-    if isinstance(plan, PartsPlan):
+    if isinstance(plan, EncoderDecoderPlan):
         first = plan.lengths[0]
         order = order[:first] if group.startswith("layer") else order[first:]
     if per_token:

@@ -79,7 +79,7 @@ def flattened_ranges(
     rows, columns = matrix_shape(shape)
     # The fused parameter's blocks (Q, K, V): each is split over the ranks by itself, so rows of the shard are
     # neighbours in the whole parameter only within a block.
-    bounds = [0, *accumulate(partition.part_rows(rows))] if partition.dim == 0 else [0, rows]
+    bounds = [0, *accumulate(partition.block_rows(rows))] if partition.dim == 0 else [0, rows]
     stop = start + count
     while start < stop:
         row, column = divmod(start, columns)

@@ -226,7 +226,7 @@ class Engine(ABC):
             if isinstance(layer, Block):
                 layer.accumulate_gradients(optimizer.add_gradient)
                 if graphs is not None:
-                    layer.fused = graphs.put(layer.fused)
+                    layer.fused = graphs.add_to(layer.fused)
 
     def _param_group(self, name: str, parameter: nn.Parameter) -> ParamGroup:
         """The optimizer's group of a parameter, by its global name."""

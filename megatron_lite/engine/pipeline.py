@@ -29,7 +29,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.deepspeed_engines import quiet_deepspeed
 from megatron_lite.engine.engine import SHARED_BY_STAGES, Engine, StepResult
-from megatron_lite.model.attention_backends.calls import PartsPlan
+from megatron_lite.model.attention_backends.interface import EncoderDecoderPlan
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.block import Block
 from megatron_lite.model.embedding import PositionEmbeddings
@@ -44,13 +44,13 @@ from megatron_lite.model.flops import layer_costs
 from megatron_lite.model.forward_context import (
     BeforeBlock,
     ForwardContext,
-    by_ranks,
     detached_memory,
+    local_lengths,
     make_context,
-    own_lengths,
+    order_by_rank,
     with_bias,
 )
-from megatron_lite.model.fused_block import Hidden, Residual, settled
+from megatron_lite.model.fused_block import Hidden, Residual, materialize
 from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.lm_head import Heads
 from megatron_lite.model.loss import ChunkedLogits, loss_logits, sum_losses
@@ -128,8 +128,8 @@ class _Queue:
     def split(self, hidden: torch.Tensor) -> _TwoStacks:
         """The hidden states of encoder and decoder, from [Te + Td, D]."""
         plan = self.current.context.plan
-        assert isinstance(plan, PartsPlan)
-        encoded, decoded = hidden.split(own_lengths(plan, self.parallel))
+        assert isinstance(plan, EncoderDecoderPlan)
+        encoded, decoded = hidden.split(local_lengths(plan, self.parallel))
         return encoded, decoded
 
 
@@ -142,7 +142,7 @@ class _Words(VocabParallelEmbedding):
 
     def forward(self, nothing: torch.Tensor) -> torch.Tensor:
         current = self.queue.current
-        return super().forward(by_ranks(current.micro_batch.tokens, current.context.plan, self.parallel))
+        return super().forward(order_by_rank(current.micro_batch.tokens, current.context.plan, self.parallel))
 
     @staticmethod
     def project(module: _Words, inputs: tuple[Heads, *_HeadOutputs]) -> _Logits:
@@ -176,7 +176,7 @@ class _Block(Block):
         current = self.queue.current
         if current.before_block is not None:
             # Memory detaches at each block; a residual that is still a sum is finished for that.
-            x = current.before_block(self.layer, settled(x))
+            x = current.before_block(self.layer, materialize(x))
         return super().forward(x, current.context, self.layer)
 
 
@@ -188,7 +188,7 @@ class _EncoderBlock(_Block):
         context, _ = self.queue.current.stack_contexts
         encoded, decoded = hidden
         # The residual is summed up here: the stage may end with this block, and it sends tensors.
-        return settled(Block.forward(self, encoded, context, self.layer)), decoded
+        return materialize(Block.forward(self, encoded, context, self.layer)), decoded
 
 
 class _DecoderBlock(DecoderBlock):
@@ -227,7 +227,7 @@ class _Readout(nn.Module):
     def forward(self, inputs: Hidden | _TwoStacks) -> tuple[Heads, *_HeadOutputs]:
         current = self.queue.current
         if current.stack_contexts is None:
-            hidden, context = settled(cast(Hidden, inputs)), current.context
+            hidden, context = materialize(cast(Hidden, inputs)), current.context
         else:
             _, hidden = cast(_TwoStacks, inputs)  # only the decoder's tokens have predictions
             _, context = current.stack_contexts
@@ -308,7 +308,7 @@ class _Stages(PipelineModule):
         # DeepSpeed sends one tensor of one shape between stages.
         if self._queue.current.stack_contexts is None:
             out = super().forward(hidden)
-            return settled(out) if isinstance(out, Residual) else out
+            return materialize(out) if isinstance(out, Residual) else out
         out = super().forward(self._queue.split(hidden) if self._local_start >= _FIRST_BLOCK else hidden)
         is_last = self._local_stop == len(self._layer_specs)
         return out if is_last or isinstance(out, torch.Tensor) else torch.cat(out)

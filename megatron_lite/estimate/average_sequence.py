@@ -20,8 +20,7 @@ from megatron_lite.config.tree import Config
 from megatron_lite.estimate.batches import random_batches
 from megatron_lite.estimate.roofline import Work, tile_pairs
 from megatron_lite.model.attention_backends.blocks import BLOCK, BlockPlan
-from megatron_lite.model.attention_backends.calls import spans_of
-from megatron_lite.model.attention_backends.cross_attention import rectangles
+from megatron_lite.model.attention_backends.cross_attention import cross_attention_groups
 from megatron_lite.model.attention_backends.dense import DensePlan
 from megatron_lite.model.attention_backends.layout import Layout
 from megatron_lite.model.attention_backends.varlen import VarlenPlan
@@ -156,7 +155,7 @@ def _sum_batch(config: Config, batch: Batch) -> AverageSequence:
     kernel = attention_kernel(model, _CUDA)
     stack, *others = [
         _stack(plan_stack(part, _CUDA, model, kernel), part, batch, model)
-        for part in (layout.parts if model.decoder_layers else [layout])
+        for part in (layout.encoder_and_decoder if model.decoder_layers else [layout])
     ]
     cross = _cross(layout, kernel, model) if others else None
     weights, objectives = batch.weights.reshape(-1), batch.fields[:, OBJECTIVE].reshape(-1)
@@ -171,9 +170,11 @@ def _sum_batch(config: Config, batch: Batch) -> AverageSequence:
 
 def _stack(plan: Any, layout: Layout, batch: Batch, model: ModelConfig) -> Stack:
     sequences, length = len(batch.fields), batch.fields.shape[2]
-    counts = np.bincount(layout.rows // length, minlength=sequences).astype(float)
+    counts = np.bincount(layout.batch_index // length, minlength=sequences).astype(float)
     if isinstance(plan, LayeredPlan):
-        whole, near = (_stack(layer_plan, layout, batch, model) for layer_plan in (plan.whole, plan.near))
+        whole, near = (
+            _stack(layer_plan, layout, batch, model) for layer_plan in (plan.global_plan, plan.local_plan)
+        )
         share = model.local_share
         attention = tuple(
             full.times(1 - share).plus(local.times(share))
@@ -185,13 +186,13 @@ def _stack(plan: Any, layout: Layout, batch: Batch, model: ModelConfig) -> Stack
         launch = _all_pairs(positions, positions, positions * length, "dense")
         return Stack("dense", (launch,), np.full(sequences, float(length)))
     if isinstance(plan, BlockPlan):
-        blocks = int(plan.of_queries.partial_counts.sum() + plan.of_queries.full_counts.sum())
+        blocks = int(plan.block_lists.partial_counts.sum() + plan.block_lists.full_counts.sum())
         kinds = {"none": "rule", "buckets": "biased", "disentangled": "tables"}
         kind = kinds.get(model.relative, "query tables")
         return Stack("blocks", (_all_pairs(plan.length, plan.length, blocks * BLOCK**2, kind),), counts)
     assert isinstance(plan, VarlenPlan)
     launches = []
-    for call in plan.calls:
+    for call in plan.launches:
         queries, keys = (np.diff(ends).astype(float) for ends in (call.query_ends, call.key_ends))
         launches.append(_flash_launch(queries, keys, model, call.causal, len(call.gathered), call.window))
     return Stack("varlen", tuple(launches), counts)
@@ -229,9 +230,9 @@ def _cross(layout: Layout, kernel: str, model: ModelConfig) -> AttentionLaunch:
     if kernel == "dense":
         positions = float(layout.shape[0] * layout.shape[1])
         return _all_pairs(positions, positions, positions * layout.shape[1], "dense")
-    orders = [plan_stack(part, _CUDA, model, kernel).order for part in layout.parts]
-    blocks = rectangles(layout, orders[1], orders[0])
-    lengths = np.array([[stop - start for start, stop in spans_of(block)] for block in blocks], float)
+    orders = [plan_stack(part, _CUDA, model, kernel).order for part in layout.encoder_and_decoder]
+    groups = cross_attention_groups(layout, orders[1], orders[0])
+    lengths = np.array([[stop - start for start, stop in group.spans] for group in groups], float)
     queries, keys = lengths.reshape(-1, 2).T
     return replace(
         _flash_launch(queries, keys, model), queries=float(len(orders[1])), gathered=float(keys.sum())

@@ -41,7 +41,7 @@ class QueryKeyCosts:
         elif self.is_in_place:
             self._in_place(tally)
         elif self.changes:
-            self._kernel(tally, "spread_heads")
+            self._kernel(tally, "expand_heads")
 
     def gather(self, tally: Tally, is_joined: bool) -> None:
         """Backward. Args: is_joined: the kernel also joins the gradients of queries, keys and values."""
@@ -62,7 +62,7 @@ class QueryKeyCosts:
 
     def _in_place(self, tally: Tally) -> None:
         tally.kernel(
-            4 * self.whole * self.s.element + self._angles, issued=2 * self.whole * ISSUE["spread_heads"]
+            4 * self.whole * self.s.element + self._angles, issued=2 * self.whole * ISSUE["expand_heads"]
         )
 
     def _kernel(self, tally: Tally, kernel: str, extra: float = 0.0, is_joined: bool = False) -> None:

@@ -35,7 +35,7 @@ ISSUE = {
     "activate_silu": 19.3, "activate_backward_silu": 25.2,
     "activate_silu_gated": 10.3, "activate_backward_silu_gated": 13.9,
     "activate_relu_dropped": 21.3, "activate_backward_relu_dropped": 23.0,
-    "spread_heads": 11.4, "spread_heads_normed": 17.6, "gather_heads": 14.8, "gather_heads_normed": 31.1,
+    "expand_heads": 11.4, "expand_heads_normed": 17.6, "gather_heads": 14.8, "gather_heads_normed": 31.1,
     "join_pair": 7.8, "log_sums": 25.2, "write_gradient": 20.3,
 }  # fmt: skip
 FINISH_ROWS = 128  # partial sums that `finish_sums` (model/kernels/sums.py) adds in one iteration

@@ -23,7 +23,7 @@ from megatron_lite.inference.open_run import OpenRun, Run, open_run
 from megatron_lite.model.build import model_spec
 from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.model.task_batch import TaskBatch
-from megatron_lite.model.task_heads import configs_of_tasks
+from megatron_lite.model.task_heads import task_configs
 from megatron_lite.parallel.context import ParallelContext
 
 
@@ -97,7 +97,7 @@ def with_one_head(run: OpenRun, tree: Mapping[str, Any], name: Path) -> OpenRun:
         raise ConfigError(
             f"{name} was trained on the tasks {', '.join(names)}; give one of them with --task FILE."
         )
-    of_task = configs_of_tasks(run.config.model).get(chosen, replace(run.config.model, task_heads=()))
+    of_task = task_configs(run.config.model).get(chosen, replace(run.config.model, task_heads=()))
     config = replace(run.config, task=run.config.tasks[names.index(chosen)], tasks=(), model=of_task)
     return replace(run, config=config, checkpoint=run.checkpoint.with_task_head(chosen))
 

@@ -13,7 +13,8 @@ import torch
 from data_utils.common.batch_fields import ID_FIELDS
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.inference.attention_probe import AttentionProbe
-from megatron_lite.model.attention_backends.calls import Packed, PartsPlan, ScoreBias, attend_all
+from megatron_lite.model.attention_backends.cpu_kernels import attend_all
+from megatron_lite.model.attention_backends.interface import EncoderDecoderPlan, Packed, ScoreBias
 from megatron_lite.model.encoder_decoder import DecoderContext
 from megatron_lite.model.forward_context import Condition, ForwardContext, make_context
 from megatron_lite.model.kernels.dropout import AttentionDropout
@@ -72,7 +73,7 @@ class CachedPlan:
         """int64 [R K]: of all tokens of this pass."""
         return self._all_positions.flatten()
 
-    def pairs(self, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def query_key_pairs(self, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Queries [R, N] and keys [R, K] of this pass, int64 indices into `positions`."""
         sequences, keys = self._all_positions.shape
         indices = torch.arange(sequences * keys, device=device).view(sequences, keys)
@@ -97,7 +98,7 @@ class CachedPlan:
             near = distance.abs() <= self._model.attention_window
             mask = near if mask is None else mask & near
         if bias is not None:
-            scores = bias(0, *self.pairs(q.device)[0]).float()
+            scores = bias(0, *self.query_key_pairs(q.device)[0]).float()
             mask = scores if mask is None else scores.masked_fill(~mask, float("-inf"))
         k, v = key_value.unbind(2)
         if self._probe is not None:
@@ -205,7 +206,7 @@ def run_cached_decoder(
     encoder_output = encoded.flatten(0, 1)
     if cross.is_filled:
         encoder_output = encoder_output[:1]  # its keys and values are cached; no layer reads it again
-    parts = PartsPlan(None, plan, cross, (0, tokens.numel()), ids[0].flatten().cpu().numpy())
+    parts = EncoderDecoderPlan(None, plan, cross, (0, tokens.numel()), ids[0].flatten().cpu().numpy())
     context = DecoderContext(tokens.shape, plan, None, None, cross=cross, both=None)
     whole = ForwardContext((tokens.numel(),), parts, None, None)
     hidden = model.embedding(tokens.flatten(), ids.flatten(1), whole, model.decoder_embedding)

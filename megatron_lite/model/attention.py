@@ -1,4 +1,7 @@
-"""Self-attention of a block: the projections around the attention of a plan (attention_backends)."""
+"""Self-attention of a block: the projections around the attention of a plan (attention_backends).
+
+Shapes: T tokens, D hidden size.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,13 @@ from torch import nn
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.activation_checkpoint import recomputed
-from megatron_lite.model.attention_backends.calls import PartsPlan
-from megatron_lite.model.disentangled import Disentangled, own_projection
+from megatron_lite.model.attention_backends.interface import EncoderDecoderPlan
+from megatron_lite.model.disentangled import Disentangled, position_projection
 from megatron_lite.model.forward_context import ForwardContext
 from megatron_lite.model.kernels.dropout import AttentionDropout
 from megatron_lite.model.norms import HeadNorms
 from megatron_lite.model.position_bias import DistanceScores
-from megatron_lite.model.rope import Rotary, spread
+from megatron_lite.model.rope import Rotary, prepare_qkv
 from megatron_lite.model.tensor_parallel import (
     ColumnParallelLinear,
     DeferredBias,
@@ -26,7 +29,7 @@ from megatron_lite.model.tensor_parallel import (
 
 
 class Attention(nn.Module):
-    """Fused Q|K|V projection (contiguous; K and V may have fewer heads), the plan's kernel, output projection."""
+    """Fused Q|K|V projection (contiguous; K and V may have fewer heads), the plan's kernels, output projection."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel, recompute: bool):
         super().__init__()
@@ -56,7 +59,7 @@ class Attention(nn.Module):
         if config.has_distance_scores:
             self.relative = DistanceScores(config, parallel)
         if config.relative == "disentangled":
-            self.position_query_key = own_projection(config, parallel, self.query_key_value)
+            self.position_query_key = position_projection(config, parallel, self.query_key_value)
 
     def forward(
         self, x: torch.Tensor, context: ForwardContext, layer: int, skip_bias_add: bool = False
@@ -74,18 +77,18 @@ class Attention(nn.Module):
         return self.dense(out.reshape(math.prod(context.shape), -1), skip_bias_add=skip_bias_add)
 
     def _attend(self, qkv: torch.Tensor, context: ForwardContext, layer: int) -> torch.Tensor:
-        assert not isinstance(context.plan, PartsPlan)
+        assert not isinstance(context.plan, EncoderDecoderPlan)
         heads, rotary = qkv.view(len(qkv), -1, self.head_size), self.rotary_of(context, layer)
-        # [T, heads + 2 key-value heads, D] -> [T, 3 heads, D]: rotary angles and norms are applied, and K and V
+        # [T, heads + 2 key-value heads, size] -> [T, 3 heads, size]: rotary angles and norms are applied, and K and V
         # repeated for their groups of queries in the same pass.
-        heads = spread(heads, self.key_value_heads, rotary, self.head_norms, self.query_factor)
+        heads = prepare_qkv(heads, self.key_value_heads, rotary, self.head_norms, self.query_factor)
         qkv = heads.view(len(qkv), 3, -1, self.head_size)
         if context.condition is not None:
             qkv = context.condition.remembered(qkv, layer)
         qkv = qkv.view(*context.shape, *qkv.shape[1:])
         dropout, bias = self.dropout_of(context, layer), context.bias
         if isinstance(context.distances, Disentangled):
-            bias = context.distances.bias_of(qkv)
+            bias = context.distances.score_bias(qkv)
         elif self.relative is not None:
             assert context.distances is not None
             qkv, bias = self.relative.biased(qkv, context.distances)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.attention_backends.calls import HostPlan
+from megatron_lite.model.attention_backends.interface import BatchPlan
 from megatron_lite.model.attention_backends.layout import Layout
 from megatron_lite.model.attention_backends.plan import plan_attention
+from megatron_lite.model.attention_backends.varlen import VarlenPlan
 from megatron_lite.model.attention_backends.window import plan_layers
 from megatron_lite.model.kernels.fused import kernels_are_wanted
 
@@ -37,9 +38,11 @@ def plan_stack(
     kernel: str = "auto",
     multiple: int = 1,
     has_graphs: bool = False,
-) -> HostPlan:
+) -> BatchPlan:
     """`plan_attention` for all layers of a stack. Args: has_graphs: the plan has fixed shapes, if it can."""
     if not config.attention_window:
         plan = plan_attention(layout, device, kernel, multiple)
-        return plan.fixed(layout.shape[1]) if has_graphs and hasattr(plan, "fixed") else plan
+        if has_graphs and isinstance(plan, VarlenPlan):
+            return plan.with_fixed_shapes(layout.shape[1])
+        return plan
     return plan_layers(layout, device, kernel, multiple, config.attention_window, config.global_every)

@@ -75,21 +75,21 @@ class Batch:
     @property
     def tokens(self) -> int:
         """Tokens that are not padding."""
-        return len(self.layout.rows)
+        return len(self.layout.batch_index)
 
     @property
     def visible_keys(self) -> int:
         """Sum over tokens of the keys that the rule lets them see."""
-        return int(self.layout.views.seen.sum())
+        return int(self.layout.visible_keys.count.sum())
 
     def layer_keys(self, model: ModelConfig) -> float:
         """`visible_keys` of the model's layers on average: local ones see what is near."""
         if not model.attention_window:
             return self.visible_keys
         # Imports torch, which processes that only count batches do without.
-        from megatron_lite.model.attention_backends.window import near_keys
+        from megatron_lite.model.attention_backends.window import count_window_keys
 
-        near = int(near_keys(self.layout, model.attention_window).sum())
+        near = int(count_window_keys(self.layout, model.attention_window).sum())
         return self.visible_keys + (near - self.visible_keys) * model.local_share
 
     @property
@@ -100,7 +100,7 @@ class Batch:
     @property
     def decoder_keys(self) -> int:
         """`visible_keys` of those tokens alone."""
-        return int(self.layout.views.seen[self.layout.is_target].sum())
+        return int(self.layout.visible_keys.count[self.layout.is_target].sum())
 
     @property
     def loss_tokens(self) -> int:

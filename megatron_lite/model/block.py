@@ -63,18 +63,20 @@ class Block(nn.Module):
         self.residual_scale = math.sqrt(2 * config.num_layers) if config.norm == "deepnorm" else 1.0
         self.dropout = config.output_dropout
         self.parallel, self.recompute = parallel, recompute == "full"
-        # The one function covers plain pre-norm blocks without tensor parallelism; all others run in pieces.
+        # The one function covers plain pre-norm blocks without tensor parallelism; all others are several functions.
         is_plain = config.has_plain_blocks and not self.has_branch_layers
         self.may_fuse = is_plain and recompute == "none" and parallel.group.size == 1
         self.fused: FusedParameters | None = None  # of a block that is one function of autograd
 
-    def accumulate_gradients(self, take: Callable[[nn.Parameter, torch.Tensor], None]) -> None:
-        """Have gradients of parameters, which are used once in a pass, taken in by an optimizer; so may `fused_block`.
+    def accumulate_gradients(self, accumulate: Callable[[nn.Parameter, torch.Tensor], None]) -> None:
+        """Let the backward pass give the gradients of parameters to an optimizer; a pass uses each parameter once.
 
-        After `accumulate_in_backward` of the weights.
+        Called after `accumulate_in_backward` of the weights.
+
+        Args: accumulate: takes a parameter of a bias or norm, and its gradient.
         """
         if self.may_fuse and has_kernels(next(self.parameters())):
-            self.fused = FusedParameters.of(self, take)
+            self.fused = FusedParameters.of(self, accumulate)
 
     def forward(self, x: Hidden, context: ForwardContext, layer: int) -> Hidden:
         """Where no kernels run, x is a tensor, and so is the result. Args: layer: its index, for dropout and caches."""
@@ -83,8 +85,8 @@ class Block(nn.Module):
         return recomputed(self.recompute, self._forward, x, context, layer)
 
     def _forward(self, x: torch.Tensor, context: ForwardContext, layer: int) -> torch.Tensor:
-        def drop_add(branch: torch.Tensor, residual: torch.Tensor, place: str) -> torch.Tensor:
-            return dropout_add(branch, residual, context.features(self.dropout, layer, place))
+        def drop_add(branch: torch.Tensor, residual: torch.Tensor, site: str) -> torch.Tensor:
+            return dropout_add(branch, residual, context.features(self.dropout, layer, site))
 
         def attention(x: torch.Tensor) -> torch.Tensor:
             return self.after_attention(self.attention(x, context, layer))
@@ -114,11 +116,11 @@ class Block(nn.Module):
 def stack(config: ModelConfig, parallel: TensorParallel, recompute: str) -> nn.ModuleList:
     """The first `num_layers` blocks, or one to run again. What they share is a module of the first alone, named so."""
     count = 1 if config.share_layers == "all" else config.num_layers
-    first, *others = made = [Block(config, parallel, recompute, layer == 0) for layer in range(count)]
+    first, *others = blocks = [Block(config, parallel, recompute, layer == 0) for layer in range(count)]
     for block in others if config.share_layers != "none" else ():
-        # Through `__dict__`: as a submodule the shared part would appear in every block's names and be saved several
+        # Through `__dict__`: as a submodule the shared module would appear in every block's names and be saved several
         # times.
-        part = {"attention": "attention", "ffn": "mlp"}[config.share_layers]
-        delattr(block, part)
-        block.__dict__[part] = getattr(first, part)
-    return nn.ModuleList(made)
+        name = {"attention": "attention", "ffn": "mlp"}[config.share_layers]
+        delattr(block, name)
+        block.__dict__[name] = getattr(first, name)
+    return nn.ModuleList(blocks)

@@ -4,11 +4,12 @@ With Q, K of tokens, and P, R of the bucket r of the distance p_q - p_k, the sco
 
     (Q_q K_k + Q_q R_r + P_r K_k) / sqrt(3 d)
 
-The first term is that of a kernel with queries over sqrt(3), the rest is its bias. The embeddings are shared by the
-layers of a stack, and P and R are projections of them: those of the tokens, or a layer's own.
+The first term is computed by a kernel with queries over sqrt(3), the others are its bias. The embeddings are shared by
+the layers of a stack, and P and R are projections of them, by the layer's query and key projections of tokens or by
+separate ones.
 
-Shapes: T tokens of a plan, H heads of this rank, Q queries and K keys of a call, N buckets of both directions, D hidden
-size, d size of a head.
+Shapes: T tokens of a plan, H heads of this rank, Q queries and K keys computed together, N buckets of both directions,
+D hidden size, d size of a head, S the longest distance of two tokens.
 Source: DeBERTa, arXiv:2006.03654 and 2111.09543; the buckets in fp32 as in the class of transformers 5.23.
 """
 
@@ -23,17 +24,17 @@ from torch import nn
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention_backends.blocks import BlockPlan
-from megatron_lite.model.attention_backends.calls import BiasedPlan
+from megatron_lite.model.attention_backends.interface import BiasedPlan
 from megatron_lite.model.attention_backends.tables import TableBias
 from megatron_lite.model.kernels.dropout import Dropout
 from megatron_lite.model.kernels.fused import dropout_add
-from megatron_lite.model.kernels.rule_attention import table_places
+from megatron_lite.model.kernels.rule_attention import table_slots
 from megatron_lite.model.norms import make_norm
 from megatron_lite.model.tensor_parallel import ColumnParallelLinear, TensorParallel
 
 
 @functools.lru_cache(maxsize=8)
-def bucket_line(buckets: int, positions: int, device: torch.device) -> torch.Tensor:
+def distance_buckets(buckets: int, positions: int, device: torch.device) -> torch.Tensor:
     """The bucket of each distance from -2 positions to 2 positions, int64; all beyond are in the last ones.
 
     Near distances have a bucket each, far ones share buckets of logarithmic width. Computed on the host: the logarithms
@@ -45,26 +46,27 @@ def bucket_line(buckets: int, positions: int, device: torch.device) -> torch.Ten
     half, most = buckets // 2, buckets or positions
     if buckets:
         steps = distance.abs().clamp(min=half)
-        share = torch.log(steps / half) / torch.log(torch.tensor((positions - 1) / half))
-        far = (torch.ceil(share * (half - 1)) + half) * distance.sign()
+        log_ratio = torch.log(steps / half) / torch.log(torch.tensor((positions - 1) / half))
+        far = (torch.ceil(log_ratio * (half - 1)) + half) * distance.sign()
         distance = torch.where(distance.abs() <= half, distance, far.long())
     return (distance + most).clamp(0, 2 * most - 1).to(device)
 
 
 @functools.lru_cache(maxsize=8)
-def place_line(buckets: int, positions: int, longest: int, device: torch.device) -> torch.Tensor:
-    """`table_places` of the bucket of each distance from -longest to longest, key less query: int32."""
+def distance_slots(buckets: int, positions: int, longest: int, device: torch.device) -> torch.Tensor:
+    """`table_slots` of the bucket of each distance from -longest to longest, key less query: int32 [2 S + 1]."""
     apart = torch.arange(longest, -longest - 1, -1).clamp(-2 * positions, 2 * positions)
-    line = bucket_line(buckets, positions, torch.device("cpu"))
-    return table_places(line[apart + 2 * positions]).to(device)
+    bucket = distance_buckets(buckets, positions, torch.device("cpu"))
+    return table_slots(bucket[apart + 2 * positions]).to(device)
 
 
-class PositionRows(NamedTuple):
-    """Embeddings and buckets, which the layers of a stack share."""
+class PositionVectors(NamedTuple):
+    """Embeddings of buckets, and which bucket each pair of tokens has; the layers of a stack share both."""
 
-    rows: torch.Tensor  # [N, D], normed
-    # int64 [..., 1, Q, K] for each call: the bucket of each pair. For a BlockPlan one, int32 [2 S + 1], see TableBias.
-    places: tuple[torch.Tensor, ...]
+    vectors: torch.Tensor  # [N, D], normed
+    # int64 [..., 1, Q, K] for each of the plan's `query_key_pairs`: the bucket of each pair. For a BlockPlan one, int32
+    # [2 S + 1], see TableBias.
+    slots: tuple[torch.Tensor, ...]
 
 
 class BucketEmbeddings(nn.Module):
@@ -76,81 +78,79 @@ class BucketEmbeddings(nn.Module):
         self.layernorm = (
             make_norm(config, config.hidden_size, TensorParallel()) if config.position_norm else None
         )
-        self.buckets, self.positions, self.parallel = (
-            config.position_buckets,
-            config.max_position + 1,
-            parallel,
-        )
+        self.buckets, self.positions = config.position_buckets, config.max_position + 1
+        self.parallel = parallel
         self.dropout, self.factor = config.output_dropout, config.query_factor
 
-    def forward(self, plan: BiasedPlan | BlockPlan, positions: torch.Tensor) -> PositionRows:
+    def forward(self, plan: BiasedPlan | BlockPlan, positions: torch.Tensor) -> PositionVectors:
         """Args: positions: int [T], in the order of the plan."""
         # A new tensor: at ZeRO 3 the parameter is released when this module returns.
-        rows = self.weight * 1.0 if self.layernorm is None else self.layernorm(self.weight)
+        vectors = self.weight * 1.0 if self.layernorm is None else self.layernorm(self.weight)
         if isinstance(plan, BlockPlan):
-            line = place_line(self.buckets, self.positions, plan.row_length, positions.device)
-            return PositionRows(self.parallel.copy(rows), (line,))
-        line = bucket_line(self.buckets, self.positions, positions.device)
+            slots = distance_slots(self.buckets, self.positions, plan.row_length, positions.device)
+            return PositionVectors(self.parallel.copy(vectors), (slots,))
+        bucket = distance_buckets(self.buckets, self.positions, positions.device)
         most = 2 * self.positions
-        places = []
-        for queries, keys in plan.pairs(positions.device):
+        buckets = []
+        for queries, keys in plan.query_key_pairs(positions.device):
             apart = positions[queries][..., :, None] - positions[keys][..., None, :]
-            places.append(line[apart.clamp(-most, most).long() + most].unsqueeze(-3))
-        # Each rank has a part of the gradient: that of its heads.
-        return PositionRows(self.parallel.copy(rows), tuple(places))
+            buckets.append(bucket[apart.clamp(-most, most).long() + most].unsqueeze(-3))
+        # `copy`: each rank has the gradient by its own heads; their sum is the gradient of the vectors.
+        return PositionVectors(self.parallel.copy(vectors), tuple(buckets))
 
 
 @dataclass(frozen=True)
 class Disentangled:
     """The positions of a batch, and their terms in a layer."""
 
-    shared: PositionRows
+    shared: PositionVectors
     dropout: Dropout | None
     p: float  # of the embeddings, in each layer
-    factor: float  # of queries, those of tokens and of positions
-    of_layer: torch.Tensor | None = None  # [N, 2 H d]: P and R
+    factor: float  # of the queries, those of tokens and of positions
+    projections: torch.Tensor | None = None  # of a layer, [N, 2 H d]: P and R
 
     def projected(self, product: ColumnParallelLinear, layer: int) -> Disentangled:
         """With the layer's projections. Args: product: its first outputs are of queries and of keys."""
-        rows = self.shared.rows
-        # The bucket's number keys dropout: the same mask on all ranks and for every call of the layer.
-        numbers = torch.arange(len(rows), device=rows.device, dtype=torch.int32)
-        dropped = None if self.dropout is None else self.dropout.distances(self.p, numbers, layer)
-        if dropped is not None:
-            rows = dropout_add(rows, None, dropped)
-        return replace(self, of_layer=product(rows, whole_rows=True))
+        vectors = self.shared.vectors
+        # The bucket's number keys dropout: the same mask on all ranks and for all pairs of the layer.
+        numbers = torch.arange(len(vectors), device=vectors.device, dtype=torch.int32)
+        dropout = None if self.dropout is None else self.dropout.distances(self.p, numbers, layer)
+        if dropout is not None:
+            vectors = dropout_add(vectors, None, dropout)
+        return replace(self, projections=product(vectors, whole_rows=True))
 
-    def bias_of(self, qkv: torch.Tensor) -> Any:
+    def score_bias(self, qkv: torch.Tensor) -> Any:
         """A ScoreBias, or the TableBias of a BlockPlan. Args: qkv: [T, 3, H, d], queries times the factor."""
-        if self.shared.places[0].dim() > 1:
+        if self.shared.slots[0].dim() > 1:
             return functools.partial(self._bias, qkv)
-        of_queries, of_keys = self._projections(qkv)
-        return TableBias(torch.stack([of_keys, of_queries * self.factor]), self.shared.places[0])
+        position_queries, position_keys = self._position_queries_and_keys(qkv)
+        vectors = torch.stack([position_keys, position_queries * self.factor])
+        return TableBias(vectors, self.shared.slots[0])
 
-    def _projections(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _position_queries_and_keys(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """P and R, [N, H, d] each."""
-        assert self.of_layer is not None
+        assert self.projections is not None
         heads, size = qkv.shape[-2:]
-        return self.of_layer[:, : 2 * heads * size].unflatten(-1, (2, heads, size)).unbind(-3)
+        return self.projections[:, : 2 * heads * size].unflatten(-1, (2, heads, size)).unbind(-3)
 
-    def _bias(self, qkv: torch.Tensor, call: int, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Score bias of one call: [..., H, Q, K]."""
-        of_queries, of_keys = self._projections(qkv)
-        size = qkv.shape[-1]
-        scale = size**-0.5
+    def _bias(self, qkv: torch.Tensor, index: int, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """A ScoreBias: [..., H, Q, K]."""
+        position_queries, position_keys = self._position_queries_and_keys(qkv)
+        scale = qkv.shape[-1] ** -0.5
         # Products with all N buckets, then a gather by pair: N is far smaller than the number of pairs.
-        to_keys = torch.einsum("...qhd,nhd->...hqn", qkv[:, 0][queries], of_keys * scale)
-        to_queries = torch.einsum("...khd,nhd->...hnk", qkv[:, 1][keys], of_queries * (self.factor * scale))
-        place = self.shared.places[call].expand(*to_keys.shape[:-1], to_queries.shape[-1])
-        return to_keys.gather(-1, place) + to_queries.gather(-2, place)
+        query_scores = torch.einsum("...qhd,nhd->...hqn", qkv[:, 0][queries], position_keys * scale)
+        scaled_queries = position_queries * (self.factor * scale)
+        key_scores = torch.einsum("...khd,nhd->...hnk", qkv[:, 1][keys], scaled_queries)
+        bucket = self.shared.slots[index].expand(*query_scores.shape[:-1], key_scores.shape[-1])
+        return query_scores.gather(-1, bucket) + key_scores.gather(-2, bucket)
 
 
-def own_projection(
-    config: ModelConfig, parallel: TensorParallel, of_tokens: ColumnParallelLinear
+def position_projection(
+    config: ModelConfig, parallel: TensorParallel, query_key_value: ColumnParallelLinear
 ) -> ColumnParallelLinear | None:
-    """A layer's product of positions; None where it is that of the tokens."""
+    """A layer's separate projection of positions; None where `query_key_value` projects them too."""
     if not config.position_projections:
-        of_tokens.weight.is_used_twice = True  # type: ignore[attr-defined]  # see `accumulate_in_backward`
+        query_key_value.weight.is_used_twice = True  # type: ignore[attr-defined]  # see `accumulate_in_backward`
         return None
     width = 2 * config.attention_size
     return ColumnParallelLinear(config.hidden_size, width, parallel, parts=2, has_bias=config.has_bias("qkv"))

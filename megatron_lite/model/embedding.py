@@ -14,9 +14,9 @@ from torch import nn
 
 from data_utils.common.batch_fields import ID_FIELDS, ORD
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.attention_backends.calls import PartsPlan
+from megatron_lite.model.attention_backends.interface import EncoderDecoderPlan
 from megatron_lite.model.dense import Linear
-from megatron_lite.model.forward_context import ForwardContext, by_ranks, own_lengths, own_tokens
+from megatron_lite.model.forward_context import ForwardContext, local_lengths, local_tokens, order_by_rank
 from megatron_lite.model.kernels.fused import dropout_add
 from megatron_lite.model.norms import LayerNorm, RMSNorm, make_norm
 from megatron_lite.model.tensor_parallel import TensorParallel, VocabParallelEmbedding, linear
@@ -33,7 +33,7 @@ class _ShrinkGradient(torch.autograd.Function):
         return grad * ctx.alpha, None
 
 
-class OwnEmbedding(Protocol):
+class UnsharedEmbedding(Protocol):
     """Parameters of the embedding that encoder and decoder do not share."""
 
     position_embeddings: nn.Embedding | None
@@ -82,20 +82,20 @@ class PositionEmbeddings(nn.Module):
         words: torch.Tensor,
         ids: torch.Tensor,
         context: ForwardContext,
-        decoder: OwnEmbedding | None = None,
+        decoder: UnsharedEmbedding | None = None,
     ) -> torch.Tensor:
         """The hidden state before the first block.
 
         Args:
             words: [T, E], or this rank's tokens of it under sequence parallelism.
             ids: int [len(ID_FIELDS), T].
-            decoder: what the decoder's rows have of their own, if there is a decoder.
+            decoder: positions and norm of the decoder's tokens, if there is a decoder.
         """
         if self.gradient_shrink != 1.0:
             # GLM-130B's shrink, as a scale of the gradient: e * a + detached e * (1 - a) would round e itself.
             words = _ShrinkGradient.apply(words, self.gradient_shrink)
         # Words come already split by the vocabulary-parallel look-up; ids of the same tokens are cut here.
-        ids = own_tokens(ids, context.plan, self.parallel)
+        ids = local_tokens(ids, context.plan, self.parallel)
         if self.query_vector is not None:
             is_query = ids[ID_FIELDS.index(ORD)] < 0
             words = torch.where(is_query[:, None], self.parallel.replicated(self.query_vector), words)
@@ -104,12 +104,14 @@ class PositionEmbeddings(nn.Module):
         if decoder is None:
             hidden = self._sum(hidden, ids, self)
         else:
-            assert isinstance(context.plan, PartsPlan)
-            lengths = own_lengths(context.plan, self.parallel)
-            first, second = hidden.split(lengths)
-            first_ids, second_ids = ids.split(lengths, dim=1)
+            assert isinstance(context.plan, EncoderDecoderPlan)
+            lengths = local_lengths(context.plan, self.parallel)
+            encoded, decoded = hidden.split(lengths)
+            encoder_ids, decoder_ids = ids.split(lengths, dim=1)
             # Encoder and decoder differ in positions and norm, and share all other tables.
-            hidden = torch.cat([self._sum(first, first_ids, self), self._sum(second, second_ids, decoder)])
+            hidden = torch.cat(
+                [self._sum(encoded, encoder_ids, self), self._sum(decoded, decoder_ids, decoder)]
+            )
         if context.condition is not None and context.condition.added is not None:
             hidden = hidden + context.condition.added
         dropout = context.features(self.dropout, -1, "embedding")
@@ -121,14 +123,14 @@ class PositionEmbeddings(nn.Module):
             hidden = linear(hidden, weight, bias)
         return hidden
 
-    def _sum(self, hidden: torch.Tensor, ids: torch.Tensor, own: OwnEmbedding) -> torch.Tensor:
-        """All embeddings of tokens, and the norm. Args: own: whose positions and norm."""
+    def _sum(self, hidden: torch.Tensor, ids: torch.Tensor, unshared: UnsharedEmbedding) -> torch.Tensor:
+        """All embeddings of tokens, and the norm: [T, E] -> [T, E]. Args: unshared: has the positions and the norm."""
         shared = (self.block_position_embeddings, self.segment_embeddings, self.task_embeddings)
-        tables = (own.position_embeddings, *shared)
+        tables = (unshared.position_embeddings, *shared)
         for table, field in zip(tables, ids[: len(tables)], strict=True):
             if table is not None:
                 hidden = hidden + F.embedding(field, self.parallel.replicated(table.weight))
-        return hidden if own.layernorm is None else own.layernorm.after_sum(hidden)[1]
+        return hidden if unshared.layernorm is None else unshared.layernorm.after_sum(hidden)[1]
 
 
 def _table(rows: int, config: ModelConfig) -> nn.Embedding | None:
@@ -147,7 +149,7 @@ class Embedding(PositionEmbeddings):
         tokens: torch.Tensor,
         ids: torch.Tensor,
         context: ForwardContext,
-        decoder: OwnEmbedding | None = None,
+        decoder: UnsharedEmbedding | None = None,
     ) -> torch.Tensor:
-        words = self.word_embeddings(by_ranks(tokens, context.plan, self.parallel))
+        words = self.word_embeddings(order_by_rank(tokens, context.plan, self.parallel))
         return super().forward(words, ids, context, decoder)

@@ -1,8 +1,8 @@
 """The decoder of a model with an encoder and a decoder: T5, BART and MASS on the blocks of block.py.
 
-The first `num_layers` blocks are the encoder's and see its rows; `decoder_layers` blocks follow, each with
-cross-attention between attention and MLP. Between layers the rows of the two are two token matrices, [Te, D] and
-[Td, D]: a block rewrites its own. cross_attention.py says which rows are whose, and makes the plans.
+The first `num_layers` blocks are the encoder's; `decoder_layers` blocks follow, each with cross-attention between
+attention and MLP. Between layers the tokens of the two are two matrices, [Te, D] and [Td, D]: a block rewrites one of
+them. cross_attention.py says which tokens are whose, and makes the plans.
 
 Word embedding, segments, tasks, block positions and heads are shared. Where positions are learned, or embeddings have
 a norm, the decoder has its own (BART). A pre-norm encoder ends in a norm; its counterpart is the final LayerNorm.
@@ -18,11 +18,11 @@ from torch import nn
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.activation_checkpoint import recomputed
-from megatron_lite.model.attention_backends.calls import AttentionPlan, PartsPlan
+from megatron_lite.model.attention_backends.interface import AttentionPlan, EncoderDecoderPlan
 from megatron_lite.model.block import Block
 from megatron_lite.model.embedding import PositionEmbeddings
-from megatron_lite.model.forward_context import ForwardContext, own_lengths
-from megatron_lite.model.fused_block import Residual, attention_sublayer, mlp_sublayer, settled
+from megatron_lite.model.forward_context import ForwardContext, local_lengths
+from megatron_lite.model.fused_block import Residual, attention_sublayer, materialize, mlp_sublayer
 from megatron_lite.model.kernels.dropout import Dropout
 from megatron_lite.model.kernels.fused import dropout_add, has_kernels
 from megatron_lite.model.norms import LayerNorm, RMSNorm, make_norm
@@ -36,25 +36,25 @@ from megatron_lite.model.tensor_parallel import (
 
 @dataclass(frozen=True)
 class DecoderContext(ForwardContext):
-    """Inputs of the decoder's blocks for one micro-batch, those of cross-attention included."""
+    """Inputs of the decoder's blocks for one micro-batch, with the inputs of cross-attention."""
 
     cross: AttentionPlan = field(kw_only=True)
-    both: Dropout | None = field(kw_only=True)  # of the encoder's rows and then the decoder's
+    both: Dropout | None = field(kw_only=True)  # of the encoder's tokens and then the decoder's
 
 
 def encoder_decoder_contexts(
     context: ForwardContext, parallel: TensorParallel
 ) -> tuple[ForwardContext, DecoderContext]:
-    """The inputs of encoder and decoder for one micro-batch, whose plan is a PartsPlan."""
+    """The inputs of encoder and decoder for one micro-batch, whose plan is an EncoderDecoderPlan."""
     plan, both = context.plan, context.dropout
-    assert isinstance(plan, PartsPlan)
+    assert isinstance(plan, EncoderDecoderPlan)
     encoder, decoder = _split(both, plan.lengths)
     # `dropout` has the keys of all tokens, for attention; `local_dropout` those of this rank, under sequence
     # parallelism.
-    own_encoder, own_decoder = _split(context.local_dropout, own_lengths(plan, parallel))
+    local_encoder, local_decoder = _split(context.local_dropout, local_lengths(plan, parallel))
     return (
-        ForwardContext(plan.lengths[:1], plan.encoder, encoder, own_encoder),
-        DecoderContext(plan.lengths[1:], plan.decoder, decoder, own_decoder, cross=plan.cross, both=both),
+        ForwardContext(plan.lengths[:1], plan.encoder, encoder, local_encoder),
+        DecoderContext(plan.lengths[1:], plan.decoder, decoder, local_decoder, cross=plan.cross, both=both),
     )
 
 
@@ -80,7 +80,7 @@ def encoder_layernorm(config: ModelConfig, parallel: TensorParallel) -> LayerNor
 
 
 class CrossAttention(nn.Module):
-    """Queries of the decoder's rows over keys and values of the encoder's (K|V projection, contiguous halves)."""
+    """Queries of the decoder's tokens over keys and values of the encoder's (K|V projection, contiguous halves)."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel, recompute: bool):
         super().__init__()
@@ -90,7 +90,7 @@ class CrossAttention(nn.Module):
         self.dropout = config.attention_dropout
         self.recompute = recompute
         self.query = ColumnParallelLinear(hidden, size, parallel, has_bias=has_bias)
-        # Two parts: K and V are split over the ranks each by itself, so that a rank has both for its heads.
+        # `parts`: K and V are split over the ranks each by itself, so that a rank has both for its heads.
         self.key_value = ColumnParallelLinear(hidden, 2 * size, parallel, parts=2, has_bias=has_bias)
         self.dense = RowParallelLinear(size, hidden, parallel, has_bias=config.has_bias("attention"))
 
@@ -146,11 +146,12 @@ class DecoderBlock(Block):
     def _forward_over(
         self, x: torch.Tensor, encoded: torch.Tensor, context: DecoderContext, layer: int
     ) -> torch.Tensor:
-        # A new place within the layer would change the masks of all models; numbers beyond the last block are free.
+        # A new dropout site within the layer would change the masks of all models. Numbers beyond the last block are
+        # free.
         cross_layer = layer + self.layers_to_cross
 
-        def drop_add(branch: torch.Tensor, residual: torch.Tensor, place: str, layer: int) -> torch.Tensor:
-            return dropout_add(branch, residual, context.features(self.dropout, layer, place))
+        def drop_add(branch: torch.Tensor, residual: torch.Tensor, site: str, layer: int) -> torch.Tensor:
+            return dropout_add(branch, residual, context.features(self.dropout, layer, site))
 
         def attention(x: torch.Tensor) -> torch.Tensor:
             return self.after_attention(self.attention(x, context, layer))
@@ -182,7 +183,7 @@ class DecoderBlock(Block):
         cross_layer = layer + self.layers_to_cross
         x_cross = self.cross_attention(normed, encoded, context, cross_layer, skip_bias_add=True)
         dropout = context.features(self.dropout, cross_layer, "attended")
-        # Pre-norm continues with the sum, post-norm with what its norm made of it.
+        # Pre-norm continues with the sum, post-norm with the norm of the sum.
         residual = Residual(total if self.is_pre_norm else normed, x_cross, dropout)
         total, normed = residual.norm(after_cross)
-        return settled(mlp_sublayer(self, total, normed, context, layer))
+        return materialize(mlp_sublayer(self, total, normed, context, layer))

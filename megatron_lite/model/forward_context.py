@@ -11,7 +11,7 @@ import torch
 from data_utils.common.batch_fields import BLOCK_POSITION_IDS, ID_FIELDS
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention_backends.blocks import BlockPlan, DistanceBias
-from megatron_lite.model.attention_backends.calls import AttentionPlan, BiasedPlan, PartsPlan
+from megatron_lite.model.attention_backends.interface import AttentionPlan, BiasedPlan, EncoderDecoderPlan
 from megatron_lite.model.disentangled import BucketEmbeddings, Disentangled
 from megatron_lite.model.kernels.dropout import Dropout, FeatureDropout
 from megatron_lite.model.kernels.fused import dropout_add
@@ -23,29 +23,36 @@ from megatron_lite.model.tensor_parallel import TensorParallel
 BeforeBlock = Callable[[int, torch.Tensor], torch.Tensor]
 
 
-def by_ranks(x: torch.Tensor, plan: AttentionPlan | PartsPlan, parallel: TensorParallel) -> torch.Tensor:
-    """Tokens [..., T] in the order in which sequence parallelism splits them: each rank has its share of each part."""
-    if not parallel.sequence_parallel or not isinstance(plan, PartsPlan):
+def order_by_rank(
+    x: torch.Tensor, plan: AttentionPlan | EncoderDecoderPlan, parallel: TensorParallel
+) -> torch.Tensor:
+    """Tokens [..., T] in the order in which sequence parallelism splits them.
+
+    Each rank has its share of the encoder's tokens and its share of the decoder's.
+    """
+    if not parallel.sequence_parallel or not isinstance(plan, EncoderDecoderPlan):
         return x
-    shares = [part.chunk(parallel.group.size, -1) for part in x.split(plan.lengths, -1)]
-    return torch.cat([share for of_rank in zip(*shares, strict=True) for share in of_rank], -1)
+    encoder, decoder = (stack.chunk(parallel.group.size, -1) for stack in x.split(plan.lengths, -1))
+    return torch.cat([share for pair in zip(encoder, decoder, strict=True) for share in pair], -1)
 
 
-def own_tokens(x: torch.Tensor, plan: AttentionPlan | PartsPlan, parallel: TensorParallel) -> torch.Tensor:
-    """This rank's part of tokens [..., T] outside tensor-parallel layers: all, or 1 / tp under sequence parallelism."""
+def local_tokens(
+    x: torch.Tensor, plan: AttentionPlan | EncoderDecoderPlan, parallel: TensorParallel
+) -> torch.Tensor:
+    """This rank's tokens of [..., T] outside tensor-parallel layers: all, or 1 / tp under sequence parallelism."""
     if not parallel.sequence_parallel:
         return x
-    return by_ranks(x, plan, parallel).chunk(parallel.group.size, -1)[parallel.group.rank]
+    return order_by_rank(x, plan, parallel).chunk(parallel.group.size, -1)[parallel.group.rank]
 
 
-def own_lengths(plan: PartsPlan, parallel: TensorParallel) -> list[int]:
+def local_lengths(plan: EncoderDecoderPlan, parallel: TensorParallel) -> list[int]:
     """Number of encoder and decoder tokens on this rank."""
     size = parallel.group.size if parallel.sequence_parallel else 1
     return [length // size for length in plan.lengths]
 
 
 class Condition(Protocol):
-    """A condition on which the texts of a stack depend beside their tokens, such as latent vectors."""
+    """A condition on which the texts of a stack depend in addition to their tokens, such as latent vectors."""
 
     @property
     def added(self) -> torch.Tensor | None:
@@ -59,10 +66,10 @@ class Condition(Protocol):
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """Inputs of all layers for one micro-batch, beside the hidden state."""
+    """Inputs of all layers for one micro-batch, apart from the hidden state."""
 
     shape: tuple[int, ...]  # of the tokens: [T] in training
-    plan: AttentionPlan | PartsPlan
+    plan: AttentionPlan | EncoderDecoderPlan
     dropout: Dropout | None  # of all tokens
     local_dropout: Dropout | None  # of this rank's tokens: all but under sequence parallelism
     bias: Any = None  # of all layers' scores: a ScoreBias, or what a BlockPlan takes
@@ -74,24 +81,24 @@ class ForwardContext:
     @staticmethod
     def of(
         shape: tuple[int, ...],
-        plan: AttentionPlan | PartsPlan,
+        plan: AttentionPlan | EncoderDecoderPlan,
         dropout: Dropout | None,
         parallel: TensorParallel,
         rotary: tuple[Rotary, Rotary] | None = None,
         distances: Distances | None = None,
         condition: Condition | None = None,
     ) -> ForwardContext:
-        own = dropout
+        local_dropout = dropout
         if dropout is not None:
             # The same keys, cut as the tokens are: a token's mask does not depend on the rank that computes it.
-            own = replace(dropout, keys=own_tokens(dropout.keys, plan, parallel))
+            local_dropout = replace(dropout, keys=local_tokens(dropout.keys, plan, parallel))
         return ForwardContext(
-            shape, plan, dropout, own, rotary=rotary, distances=distances, condition=condition
+            shape, plan, dropout, local_dropout, rotary=rotary, distances=distances, condition=condition
         )
 
-    def features(self, p: float, layer: int, place: str) -> FeatureDropout | None:
+    def features(self, p: float, layer: int, site: str) -> FeatureDropout | None:
         """Dropout of this rank's hidden states, None if there is none. Args: as for `Dropout.features`."""
-        return None if self.local_dropout is None else self.local_dropout.features(p, layer, place)
+        return None if self.local_dropout is None else self.local_dropout.features(p, layer, site)
 
     def last(self, x: torch.Tensor, p: float, layer: int) -> torch.Tensor:
         """The end of a stack, [T, D], after dropout. Args: layer: its last one."""
@@ -103,18 +110,19 @@ def make_context(
     config: ModelConfig,
     shape: tuple[int, ...],
     ids: torch.Tensor,
-    plan: AttentionPlan | PartsPlan,
+    plan: AttentionPlan | EncoderDecoderPlan,
     dropout: Dropout | None,
     parallel: TensorParallel,
     condition: Condition | None = None,
 ) -> ForwardContext:
-    """The layers' inputs beside the hidden state. Args: shape: of the tokens. ids: int [len(ID_FIELDS), T]."""
+    """The layers' inputs apart from the hidden state. Args: shape: of the tokens. ids: int [len(ID_FIELDS), T]."""
     rotary = None
     if config.positions == "rotary":
-        whole = Rotary.of(config, ids)
-        has_own = config.rotary_base_local is not None
         # Global and local layers may have different bases (ModernBERT).
-        rotary = (whole, Rotary.of(config, ids, config.rotary_base_local) if has_own else whole)
+        global_rotary = local_rotary = Rotary.of(config, ids)
+        if config.rotary_base_local is not None:
+            local_rotary = Rotary.of(config, ids, config.rotary_base_local)
+        rotary = (global_rotary, local_rotary)
     distances = None
     if config.has_distance_scores:
         distances = Distances.of(config, ids, cast(BiasedPlan | BlockPlan, plan), dropout)
@@ -125,22 +133,22 @@ def with_bias(context: ForwardContext, table: Table | None, positions: torch.Ten
     """A context with the relative positions that all layers share. Args: positions: int [T]."""
     if table is None:
         return context
-    made = table(cast(BiasedPlan | BlockPlan, context.plan), positions)
+    biases = table(cast(BiasedPlan | BlockPlan, context.plan), positions)
     if isinstance(table, BucketEmbeddings):
-        return replace(context, distances=Disentangled(made, context.dropout, table.dropout, table.factor))
-    if isinstance(made, tuple):
-        return replace(context, bias=DistanceBias.of(*made))
-    # Made once, for all layers; each call takes its own.
-    return replace(context, bias=lambda call, queries, keys: made[call])
+        return replace(context, distances=Disentangled(biases, context.dropout, table.dropout, table.factor))
+    if isinstance(biases, tuple):
+        return replace(context, bias=DistanceBias.of(*biases))
+    # Made once, for all layers.
+    return replace(context, bias=lambda index, queries, keys: biases[index])
 
 
 def detached_memory(
-    ids: torch.Tensor, plan: AttentionPlan | PartsPlan, parallel: TensorParallel
+    ids: torch.Tensor, plan: AttentionPlan | EncoderDecoderPlan, parallel: TensorParallel
 ) -> BeforeBlock:
-    """Stops the gradient at the states of a memory that enter each block; weights still learn from their keys.
+    """Stops the gradient at the states of a memory that enter each block; weights still learn from them.
 
     Args: ids: int [len(ID_FIELDS), T]; a memory has block_position_ids 1.
     """
-    own = own_tokens(ids, plan, parallel)
-    is_memory = (own[ID_FIELDS.index(BLOCK_POSITION_IDS)] > 0)[:, None]
+    local_ids = local_tokens(ids, plan, parallel)
+    is_memory = (local_ids[ID_FIELDS.index(BLOCK_POSITION_IDS)] > 0)[:, None]
     return lambda layer, hidden: torch.where(is_memory, hidden.detach(), hidden)

@@ -41,7 +41,7 @@ def initialize_parameters(
     seed: int,
     parallel: TensorParallel | None = None,
 ) -> None:
-    """Draw every parameter whole, as a pure function of (seed, name), and keep this rank's part.
+    """Draw every parameter whole, as a pure function of (seed, name), and keep this rank's shard.
 
     Weights are normal with mean 0 (`_deviation`; `init: uniform`: within it), biases 0, LayerNorm 1 and 0; padding rows
     of the vocabulary 0.
@@ -55,13 +55,13 @@ def initialize_parameters(
         else:
             partition = partition_of(parameter)
             shape = whole_shape(tuple(parameter.shape), partition, group.size)
-            # On the CPU, and one stream for each name: values depend neither on device and ranks nor on other
+            # On the CPU, and one generator for each name: values depend neither on device and ranks nor on other
             # parameters.
             generator = torch.Generator().manual_seed(derive_seed(seed, name))
             # Drawn whole, then cut: the same model for any tensor-parallel size.
             whole = torch.empty(shape)
-            parts = whole.split(partition.part_rows(shape[0]))
-            first, *others = (_deviation(name, index, part, config) for index, part in enumerate(parts))
+            blocks = whole.split(partition.block_rows(shape[0]))
+            first, *others = (_deviation(name, index, block, config) for index, block in enumerate(blocks))
             if config.init == "uniform":
                 whole.uniform_(-first, first, generator=generator)
             elif config.init_cutoff and first:
@@ -69,28 +69,29 @@ def initialize_parameters(
                 nn.init.trunc_normal_(whole, 0.0, first, -most, most, generator=generator)
             else:
                 whole.normal_(0.0, first, generator=generator)
-            for part, std in zip(parts[1:], others, strict=True):
+            for block, std in zip(blocks[1:], others, strict=True):
                 # One draw for the fused parameter, scaled block by block.
-                part *= std / first
+                block *= std / first
             parameter.copy_(local_shard(whole, partition, group.rank, group.size, len(parameter)))
 
 
-def _deviation(name: str, index: int, part: torch.Tensor, config: ModelConfig) -> float:
-    """Standard deviation of the initial values of a parameter's part, such as V of Q|K|V.
+def _deviation(name: str, index: int, block: torch.Tensor, config: ModelConfig) -> float:
+    """Standard deviation of the initial values of a block of a parameter, such as V of Q|K|V.
 
     init_std, or a table's own setting; with `init: gpt2` output projections over sqrt(2L) (GPT-2's scheme, as in the
     reference), with `init: t5` by the widths of each matrix, as T5's code has it; times muP's factor. DeepNorm: the
     matrices of blocks Xavier's, of values, output projections and FFN over sqrt(2L) (arXiv:2210.02414, section 2.1).
-    Adapters begin as 0.
+    Adapters start at 0.
     """
     is_fused = name.endswith("query_key_value.weight")
     if name.endswith("_adapter.up.weight"):
         return 0.0
     if config.init == "deepnorm" and name.startswith("layers."):
-        xavier = math.sqrt(2 / sum(part.shape))
+        xavier = math.sqrt(2 / sum(block.shape))
         return xavier if is_fused and index < 2 else xavier / math.sqrt(2 * config.num_layers)
-    queries = config.head_size**-0.5 if config.init == "t5" and is_fused and index == 0 else 1.0
-    std = _initial_std(name, config) * queries
+    std = _initial_std(name, config)
+    if config.init == "t5" and is_fused and index == 0:  # queries: T5 does not scale the scores
+        std *= config.head_size**-0.5
     if config.mup is not None:
         std *= config.width_ratio**-0.5 if is_hidden(name) else 1.0
     return std

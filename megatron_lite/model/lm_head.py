@@ -1,12 +1,12 @@
-"""The output side: from the last block's hidden state to the losses.
+"""The heads: from the last block's hidden state to logits.
 
-Models predict tokens through their word embedding, after the final norm of pre-norm models. Options replace that by a
-matrix of its own (GLM-4), and add a layer before it (BERT; to the smaller embedding in ALBERT) and a bias, BERT's
-sentence head (classes at CLS), and SpanBERT's boundary head (a span's tokens from the tokens around it). The field
-`objective` decides which head predicts a token: `find_loss_positions`.
+Models predict tokens through their word embedding, after the final norm of pre-norm models. Options replace the word
+embedding by a separate matrix (GLM-4), and add a layer before it (BERT; to the smaller embedding in ALBERT) and a bias,
+BERT's sentence head (classes at CLS), and SpanBERT's boundary head (a span's tokens from the tokens around it). The
+field `objective` decides which head predicts a token: `find_loss_positions`.
 
 Heads compute only the loss rows: the tokens that have a loss. Under tensor parallelism all ranks hold all loss rows;
-what is not split over the vocabulary is computed by each rank, with equal results and equal gradients.
+layers that are not split over the vocabulary are computed by each rank, with equal results and equal gradients.
 
 Shapes: T tokens, D hidden size, E embedding size (D unless factorised), V vocabulary; K loss rows that predict their
 token, P of them once more from the borders of their span, M loss rows of CLS that predict a class.
@@ -65,7 +65,7 @@ class Heads(nn.Module):
         self.scale = config.hidden_size**-0.5 if config.scale_head else 1 / config.width_ratio
         self.soft_cap = config.logit_soft_cap
         self.bias = _token_biases(config, parallel) if config.head_bias else None
-        # SpanBERT's tokens that are predicted from their span's borders have biases of their own.
+        # SpanBERT's predictions from the borders of a span have separate biases.
         has_borders = config.head_bias and config.span_boundary_places
         self.boundary_bias = _token_biases(config, parallel) if has_borders else None
 
@@ -76,54 +76,56 @@ class Heads(nn.Module):
         final_layernorm: nn.Module,
         dropout: Dropout | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The last block's [T, D] -> the vectors that predict tokens, [K + P, E], and class logits [M, 2].
+        """The last block's [T, D] -> the vectors that predict tokens, [K + P, E], and class logits [M, classes].
 
-        Args: dropout: of all rows of `hidden`.
+        Args: dropout: of all tokens of `hidden`.
         """
         # Tokens are chosen first: norm, layer and product run on the K tokens with loss, in GLM a fraction of T.
         if self.parallel.sequence_parallel:
             # Loss rows lie anywhere among the tokens, so they are chosen from all of them.
             hidden = gather_tokens(hidden, self.parallel.group)
-        rows = final_layernorm(hidden.index_select(0, loss_positions.tokens))
-        last = None if dropout is None else dropout.features(self.dropout, -1, "final")
-        if last is not None:
-            rows = fused.dropout_add(rows, None, last.of_rows(loss_positions.tokens))
+        vectors = final_layernorm(hidden.index_select(0, loss_positions.tokens))
+        final_dropout = None if dropout is None else dropout.features(self.dropout, -1, "final")
+        if final_dropout is not None:
+            vectors = fused.dropout_add(vectors, None, final_dropout.for_tokens(loss_positions.tokens))
         if self.projection is not None:
-            rows = self.projection(rows)
+            vectors = self.projection(vectors)
         if self.span_boundary is not None:
-            *borders, places = loss_positions.borders.unbind(1)
+            *borders, positions = loss_positions.borders.unbind(1)
             before, after = (final_layernorm(hidden.index_select(0, border)) for border in borders)
-            rows = torch.cat([rows, self.span_boundary(before, after, places)])
-        classes = rows.new_empty(0, 2)
+            vectors = torch.cat([vectors, self.span_boundary(before, after, positions)])
+        classes = vectors.new_empty(0, 2)
         if self.sentence is not None:
-            labelled = final_layernorm(hidden.index_select(0, loss_positions.sentences))
-            # The embedding has no MLP: the salt of that place is free.
-            dropped = None if dropout is None else dropout.features(self.sentence_dropout, -1, "expanded")
-            if dropped is not None:
-                dropped = dropped.of_rows(loss_positions.sentences)
-            classes = self.sentence(labelled, dropped, loss_positions.objectives)
-        return rows, classes
+            sentences = final_layernorm(hidden.index_select(0, loss_positions.sentences))
+            # Layer -1 is the embedding, which has no MLP: the salt of this site is free.
+            class_dropout = (
+                None if dropout is None else dropout.features(self.sentence_dropout, -1, "expanded")
+            )
+            if class_dropout is not None:
+                class_dropout = class_dropout.for_tokens(loss_positions.sentences)
+            classes = self.sentence(sentences, class_dropout, loss_positions.objectives)
+        return vectors, classes
 
     def vocabulary_logits(
         self, vectors: torch.Tensor, embedding: VocabParallelEmbedding, boundaries: int = 0
     ) -> torch.Tensor:
-        """[..., E] -> [..., local V with padding]: so the rows of all products begin at 16 bytes.
+        """[..., E] -> [..., local V with padding], so that the rows of all products are aligned to 16 bytes.
 
-        Args: boundaries: P, the last rows, which are predicted from the borders of their span.
+        Args: boundaries: P, how many of the last vectors come from the borders of a span.
         """
         vectors, weight = self.operands(vectors, embedding)
         if self.boundary_bias is None:
             return self._capped(linear(vectors, weight, self.bias))
         tokens, borders = vectors.split([len(vectors) - boundaries, boundaries])
-        parts = (tokens, self.bias), (borders, self.boundary_bias)
-        return self._capped(torch.cat([linear(rows, weight, bias) for rows, bias in parts]))
+        logits = linear(tokens, weight, self.bias), linear(borders, weight, self.boundary_bias)
+        return self._capped(torch.cat(logits))
 
     def operands(
         self, vectors: torch.Tensor, embedding: VocabParallelEmbedding
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Vectors and weight of the product that makes logits."""
         weight = embedding.weight if self.vocabulary is None else self.vocabulary.weight
-        # `copy`: each rank has some columns of the vocabulary, and so a part of the vectors' gradient.
+        # `copy`: each rank has some columns of the vocabulary, and so one term of the vectors' gradient.
         return self.parallel.copy(vectors if self.scale == 1.0 else vectors * self.scale), weight
 
     def _capped(self, logits: torch.Tensor) -> torch.Tensor:
@@ -131,6 +133,6 @@ class Heads(nn.Module):
 
     def logits(self, normed: torch.Tensor, embedding: VocabParallelEmbedding) -> torch.Tensor:
         """The final LayerNorm's [..., D] -> [..., local V]."""
-        rows = normed if self.projection is None else self.projection(normed)
-        # Without the padding that training keeps for aligned rows.
-        return self.vocabulary_logits(rows, embedding)[..., : embedding.local_vocab]
+        vectors = normed if self.projection is None else self.projection(normed)
+        # Without the padding that training keeps for alignment.
+        return self.vocabulary_logits(vectors, embedding)[..., : embedding.local_vocab]

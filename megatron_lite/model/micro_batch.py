@@ -20,8 +20,8 @@ import torch
 from data_utils.common.batch_fields import ID_FIELDS, OBJECTIVE, SEGMENT_IDS, TARGETS, TOKENS
 from data_utils.common.random_streams import derive_seed
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.attention_backends.calls import HostPlan, PartsPlan
-from megatron_lite.model.attention_backends.cross_attention import constant_length, plan_parts
+from megatron_lite.model.attention_backends.cross_attention import constant_length, plan_encoder_decoder
+from megatron_lite.model.attention_backends.interface import EncoderDecoderPlan, HostPlan
 from megatron_lite.model.attention_choice import attention_kernel, plan_stack
 from megatron_lite.model.batch import Batch, MakeInputs
 from megatron_lite.model.kernels.dropout import Dropout, salts, token_keys
@@ -35,7 +35,7 @@ class MicroBatch:
 
     tokens: torch.Tensor  # int32 [T]
     ids: torch.Tensor  # int32 [len(ID_FIELDS), T]: for the other embeddings and for relative positions
-    plan: Any  # of attention: on the host HostPlan or PartsPlan, on a device what `on_device` made of it
+    plan: Any  # of attention: on the host HostPlan or EncoderDecoderPlan, on a device what `on_device` made of it
     loss_positions: LossPositions[torch.Tensor]
     targets: torch.Tensor  # int32 [K + P + M]
     weights: torch.Tensor  # fp32 [K + P + M]: of the loss at each position
@@ -204,14 +204,16 @@ def _plan_attention(
     multiple: int,
     has_one_length: bool,
     has_graphs: bool,
-) -> tuple[HostPlan | PartsPlan, int]:
+) -> tuple[HostPlan | EncoderDecoderPlan, int]:
     """The attention plan, and the number of encoder tokens, which precede the decoder's; 0 without a decoder."""
     slots = batch.fields[:, TOKENS].size  # tokens of the batch, padding included
     if kernel == "auto":
         kernel = attention_kernel(config, device)
     if config.decoder_layers or decoder_config is not None:
         length = constant_length(slots, multiple) if has_one_length else None
-        plan = plan_parts(batch.layout, device, kernel, multiple, length, has_cross=decoder_config is None)
+        plan = plan_encoder_decoder(
+            batch.layout, device, kernel, multiple, length, has_cross=decoder_config is None
+        )
         return plan, plan.lengths[0]
     multiple = slots if has_one_length else multiple
     return plan_stack(batch.layout, device, config, kernel, multiple, has_graphs), 0

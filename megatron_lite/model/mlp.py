@@ -17,6 +17,8 @@ from megatron_lite.model.tensor_parallel import (
 
 
 class MLP(nn.Module):
+    """Two products with an activation between them; where it is gated, the first gives the gate too."""
+
     def __init__(self, config: ModelConfig, parallel: TensorParallel):
         super().__init__()
         self.activation = config.activation
@@ -37,9 +39,10 @@ class MLP(nn.Module):
         """[T, D] -> [T, D]. Args: skip_bias_add: of both products, see ColumnParallelLinear."""
         dropout = None
         if self.dropout and context.dropout is not None:
-            # All tokens, since the MLP's inside is split by features and not by tokens.
-            of_all = context.dropout.features(self.dropout, layer, "activated")
-            dropout = of_all and of_all.from_feature(self.first_feature)
+            # Of all tokens, since the MLP's inside is split by features and not by tokens.
+            dropout = context.dropout.features(self.dropout, layer, "activated")
+            if dropout is not None:
+                dropout = dropout.from_feature(self.first_feature)
         inner, bias = self.dense_h_to_4h(x, skip_bias_add=skip_bias_add), None
         if skip_bias_add:
             inner, bias = inner

@@ -43,7 +43,7 @@ class LayerNorm(nn.Module):
         dropout: FeatureDropout | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """residual + dropout(x + bias), or residual alone, and its norm: [T, D] each. One kernel on a GPU."""
-        # Another `normalize` (apex) has no fused sum, so the parts run one after another.
+        # Another `normalize` (apex) has no fused sum, so sum and norm run one after another.
         if has_kernels(residual) and self.normalize is F.layer_norm:
             return add_and_normalize(residual, x, bias, dropout, *self._replicated(), self.epsilon)
         total = residual if x is None else dropout_add(x, residual, dropout, bias)
@@ -93,7 +93,7 @@ def make_norm(config: ModelConfig, width: int, parallel: TensorParallel) -> Norm
 
 
 def final_layernorm(config: ModelConfig) -> nn.Module:
-    """The norm before the heads; none in post-norm models. All ranks have all tokens with loss: its whole gradient."""
+    """The norm before the heads; none in post-norm models."""
     # Not the model's `parallel`: each rank has all tokens with loss here, so its gradient needs no sum over ranks.
     return make_norm(config, config.hidden_size, TensorParallel()) if config.norm == "pre" else nn.Identity()
 
@@ -111,15 +111,15 @@ class HeadNorms(nn.Module):
         self.parallel, self.epsilon = parallel, epsilon
 
     def scales(self) -> list[torch.Tensor]:
-        """Those of queries and of keys, [D] each. A rank has both, and its heads' part of their gradients."""
+        """The scales of queries and of keys, [D] each. `copy`: their gradients are sums over the heads of all ranks."""
         return [self.parallel.copy(norm.weight) for norm in (self.query_layernorm, self.key_layernorm)]
 
     def forward(self, heads: torch.Tensor, key_value_heads: int) -> torch.Tensor:
         """[T, H + 2 K, D] -> the same."""
         queries = heads.shape[1] - 2 * key_value_heads
-        *parts, values = heads.split([queries, key_value_heads, key_value_heads], dim=1)
+        *query_key, values = heads.split([queries, key_value_heads, key_value_heads], dim=1)
         normed = [
-            F.rms_norm(part, part.shape[-1:], scale, self.epsilon)
-            for part, scale in zip(parts, self.scales(), strict=True)
+            F.rms_norm(x, x.shape[-1:], scale, self.epsilon)
+            for x, scale in zip(query_key, self.scales(), strict=True)
         ]
         return torch.cat([*normed, values], dim=1)

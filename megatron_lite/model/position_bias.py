@@ -1,20 +1,22 @@
-"""Bias of attention scores by relative positions, for the (query, key) pairs of one call.
+"""Bias of attention scores by relative positions, for queries and keys that a plan computes together.
 
 Buckets (T5, UniLMv2): one number for each head and bucket of the distance between two position ids, the same for all
-layers of a stack, so that a call's bias is made once per forward pass.
+layers of a stack, so that the biases are made once per forward pass.
 
 XLNet: with learned vectors u, v, w of each head, and g of whether two tokens are of different segments, the score is
 
     (q + u) k  +  (q + v) W s(distance)  +  (q + w) g[segments differ]
 
-all over sqrt(d); s are sinusoids. The first term is that of a kernel with other queries, the rest is the bias. For a
-BlockPlan it is a table of the queries.
+all over sqrt(d); s are sinusoids. The first term is computed by a kernel with the queries q + u, the others are its
+bias. For a BlockPlan the bias comes from a table of the queries.
 
 DeBERTa's terms are in disentangled.py.
 
-Distances are those of position ids and never of places in a row: documents are packed, and UniLMv2 repeats positions.
+Distances are differences of position ids, never of indices in a row: documents are packed, and UniLMv2 repeats
+positions.
 
-Shapes: T tokens of a plan, H heads of this rank, Q queries and K keys of a call.
+Shapes: T tokens of a plan, H heads of this rank, Q queries and K keys computed together, D hidden size, d size of
+a head, S tokens of a row.
 Source: T5, arXiv:1910.10683, section 2.1, the buckets as in its public code; XLNet, arXiv:1906.08237, with
 Transformer-XL, arXiv:1901.02860, section 3.3.
 """
@@ -32,8 +34,8 @@ from torch import nn
 from data_utils.common.batch_fields import ID_FIELDS, POSITION_IDS, SEGMENT_IDS
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention_backends.blocks import BlockPlan
-from megatron_lite.model.attention_backends.calls import BiasedPlan
-from megatron_lite.model.attention_backends.tables import QueryBias, segment_columns, vectors_of
+from megatron_lite.model.attention_backends.interface import BiasedPlan
+from megatron_lite.model.attention_backends.tables import QueryBias, segment_columns, vector_count
 from megatron_lite.model.disentangled import BucketEmbeddings
 from megatron_lite.model.kernels.dropout import Dropout
 from megatron_lite.model.kernels.fused import dropout_add
@@ -54,8 +56,8 @@ def bucket(distance: torch.Tensor, is_causal: bool) -> torch.Tensor:
     steps = (-distance).clamp(min=0) if is_causal else distance.abs()
     near = buckets // 2
     # In fp32, as the systems compute it: the buckets of some distances depend on it. 1: not the logarithm of 0.
-    share = torch.log(steps.clamp(min=1).float() / near) / math.log(LONGEST / near)
-    far = (near + (share * (buckets - near)).to(distance.dtype)).clamp(max=buckets - 1)
+    log_ratio = torch.log(steps.clamp(min=1).float() / near) / math.log(LONGEST / near)
+    far = (near + (log_ratio * (buckets - near)).to(distance.dtype)).clamp(max=buckets - 1)
     return (first + torch.where(steps < near, steps, far)).long()
 
 
@@ -72,19 +74,19 @@ class RelativeBuckets(nn.Module):
     def forward(
         self, plan: BiasedPlan | BlockPlan, positions: torch.Tensor
     ) -> list[torch.Tensor] | tuple[torch.Tensor, torch.Tensor]:
-        """The bias of each call of a plan, [..., H, Q, K]. A BlockPlan makes it of the table and distances' buckets.
+        """The bias for each of a plan's `query_key_pairs`, [..., H, Q, K]; a BlockPlan: what `DistanceBias.of` takes.
 
         Args: positions: int [T], in the order of the plan.
         """
         # Tensors, not a function: DeepSpeed must see them to have the table here in the backward pass at ZeRO 3.
         if not isinstance(plan, BlockPlan):
-            pairs = plan.pairs(positions.device)
-            return [self._of(positions[queries], positions[keys]) for queries, keys in pairs]
+            pairs = plan.query_key_pairs(positions.device)
+            return [self._bias(positions[queries], positions[keys]) for queries, keys in pairs]
         line = torch.arange(-plan.row_length, plan.row_length + 1, device=positions.device)
         # A new tensor, not the parameter itself: ZeRO 3 releases the parameter when this module returns.
         return self.weight * 1.0, bucket(line, self.is_causal).int()
 
-    def _of(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    def _bias(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         distance = keys[..., None, :] - queries[..., :, None]
         return F.embedding(bucket(distance, self.is_causal), self.weight).movedim(-1, -3)
 
@@ -96,7 +98,7 @@ class Distances:
     positions: torch.Tensor  # int [T]
     segments: torch.Tensor  # int [T]
     longest: int  # no distance is larger
-    sinusoids: torch.Tensor  # fp32 [N, D], of the distances from -longest on
+    sinusoids: torch.Tensor  # fp32 [N, D], of the N distances from -longest on
     columns: torch.Tensor | None  # of a QueryBias
 
     @staticmethod
@@ -109,25 +111,25 @@ class Distances:
         """
         positions, segments = (ids[ID_FIELDS.index(field)] for field in (POSITION_IDS, SEGMENT_IDS))
         columns: torch.Tensor | None = None
-        # On a GPU the largest position would be waited for.
+        # Reading the largest position would wait for a GPU.
         longest = (
             plan.row_length if positions.is_cuda or isinstance(plan, BlockPlan) else int(positions.max())
         )
         steps = torch.arange(0, config.hidden_size, 2.0, device=ids.device) / config.hidden_size
         count = 2 * longest + 1
         if isinstance(plan, BlockPlan):
-            count, columns = vectors_of(longest), segment_columns(plan.columns, segments, longest)
+            count, columns = vector_count(longest), segment_columns(plan.columns, segments, longest)
         line = torch.arange(-longest, count - longest, device=ids.device, dtype=torch.int32)
         angles = line[:, None].float() / 10000.0**steps
         sinusoids = torch.cat([angles.sin(), angles.cos()], dim=1)
-        dropped = None if dropout is None else dropout.distances(config.embedding_dropout, line)
-        if dropped is not None:
-            sinusoids = dropout_add(sinusoids, None, dropped)
+        sinusoid_dropout = None if dropout is None else dropout.distances(config.embedding_dropout, line)
+        if sinusoid_dropout is not None:
+            sinusoids = dropout_add(sinusoids, None, sinusoid_dropout)
         return Distances(positions, segments, longest, sinusoids, columns)
 
 
 class DistanceTerms(NamedTuple):
-    """Relative terms of the queries of one layer, from which each call selects its score bias."""
+    """Relative terms of the queries of one layer, from which the bias of each pair is selected."""
 
     content: torch.Tensor  # q + u, [T, H, d]
     position: torch.Tensor  # q + v, [T, H, d]
@@ -135,16 +137,16 @@ class DistanceTerms(NamedTuple):
     segments: torch.Tensor  # (q + w) g, [T, H, 2]
 
     def bias(self, distances: Distances, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Score bias of one call: [..., H, Q, K]."""
+        """A ScoreBias: [..., H, Q, K]."""
         heads, size = self.content.shape[1:]
         # Scores for all N distances, then one gather for each pair: [H, Q, N] instead of a vector for each pair.
-        every = torch.einsum("...qhd,nhd->...hqn", self.position[queries], self.distances)
+        all_scores = torch.einsum("...qhd,nhd->...hqn", self.position[queries], self.distances)
         apart = distances.positions[queries][..., :, None] - distances.positions[keys][..., None, :]
-        place = (apart + distances.longest).long()[..., None, :, :]
+        distance_index = (apart + distances.longest).long()[..., None, :, :]
         differ = distances.segments[queries][..., :, None] != distances.segments[keys][..., None, :]
         segments = self.segments[queries].movedim(-2, -3)
         shape = (*apart.shape[:-2], heads, *apart.shape[-2:])
-        scores = every.gather(-1, place.expand(shape))
+        scores = all_scores.gather(-1, distance_index.expand(shape))
         return (scores + segments.gather(-1, differ.long()[..., None, :, :].expand(shape))) * size**-0.5
 
 
@@ -155,13 +157,13 @@ class DistanceScores(nn.Module):
         super().__init__()
         heads, size = config.num_attention_heads // parallel.group.size, config.head_size
 
-        def of_heads(*shape: int) -> nn.Parameter:
+        def per_head(*shape: int) -> nn.Parameter:
             return sharded(nn.Parameter(torch.empty(heads, *shape)), Partition(dim=0))
 
         self.size = size
         self.weight = sharded(nn.Parameter(torch.empty(heads * size, config.hidden_size)), Partition(dim=0))
-        self.content_query, self.position_query, self.segment_query = (of_heads(size) for _ in range(3))
-        self.segment_keys = of_heads(2, size)
+        self.content_query, self.position_query, self.segment_query = (per_head(size) for _ in range(3))
+        self.segment_keys = per_head(2, size)
 
     def biased(self, qkv: torch.Tensor, distances: Distances) -> tuple[torch.Tensor, Any]:
         """The operands of the first term, [..., 3, H, d], and a ScoreBias, or the QueryBias of a BlockPlan."""
@@ -169,7 +171,7 @@ class DistanceScores(nn.Module):
         terms: DistanceTerms = self(q.squeeze(-3), distances)
         qkv = torch.cat([terms.content.unsqueeze(-3), key_value], dim=-3)
         if distances.columns is None:
-            return qkv, lambda call, queries, keys: terms.bias(distances, queries, keys)
+            return qkv, lambda index, queries, keys: terms.bias(distances, queries, keys)
         operands = terms.position, terms.distances, terms.segments
         return qkv, QueryBias(distances.columns, *operands, distances.longest)
 

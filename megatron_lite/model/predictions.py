@@ -14,7 +14,7 @@ from torch import nn
 
 from megatron_lite.model.kernels.dropout import Dropout
 from megatron_lite.model.lm_head import Heads
-from megatron_lite.model.loss import cross_entropy, local_columns
+from megatron_lite.model.loss import cross_entropy, find_local_targets
 from megatron_lite.model.task_batch import TaskInputs
 from megatron_lite.model.tensor_parallel import VocabParallelEmbedding
 from megatron_lite.parallel.collectives import all_reduce
@@ -32,9 +32,9 @@ def row_scores(
     # A rank that holds only padding takes part in the reductions with neutral numbers.
     largest, picked = torch.full_like(log_p, float("-inf")), torch.zeros_like(log_p)
     if valid:
-        local, is_here = local_columns(targets, first, valid)
+        local_targets, is_local = find_local_targets(targets, first, valid)
         largest = logits[:, :valid].amax(-1).float()
-        picked = logits.gather(1, local[:, None]).squeeze(1).float().masked_fill(~is_here, 0.0)
+        picked = logits.gather(1, local_targets[:, None]).squeeze(1).float().masked_fill(~is_local, 0.0)
     if group.size > 1:
         # Two numbers for each row travel instead of the vocabulary's logits.
         all_reduce(largest, group, dist.ReduceOp.MAX)

@@ -1,9 +1,9 @@
 """Rotary positions (arXiv:2104.09864), and keys and values that groups of queries share (arXiv:2305.13245).
 
-A token has two positions: in the text, where part B of GLM has that of the mask, and in the span, 0 in part A.
-`block_positions` says what turns: their sum (added), by which spans continue from their mask, as in GLM-130B from
-[gMASK]; the first alone, beside a table of the second (table) or without it (none); or each a half of the features
-(halves; ChatGLM-6B).
+A token has two positions: in the text, where part B of GLM has the position of its mask, and in the span, 0 in part A.
+`model.block_positions` chooses the angles: of their sum (added), by which spans continue from their mask, as in
+GLM-130B from [gMASK]; of the first alone, with a learned table of the second (table) or without it (none); or of each
+for a half of the features (halves; ChatGLM-6B).
 """
 
 from __future__ import annotations
@@ -17,62 +17,62 @@ import torch
 from data_utils.common.batch_fields import BLOCK_POSITION_IDS, ID_FIELDS, POSITION_IDS
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.kernels.fused import has_kernels
-from megatron_lite.model.kernels.qkv_heads import HeadForm, Spread
+from megatron_lite.model.kernels.qkv_heads import ExpandHeads, HeadTransform
 from megatron_lite.model.norms import HeadNorms
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """Cosine and sine of the angles of all tokens, fp32 [T, 1, W / 2]: W features of each head are turned."""
+    """Cosine and sine of the angles of all tokens, fp32 [T, 1, W / 2]: W features of each head are rotated."""
 
     cos: torch.Tensor
     sin: torch.Tensor
 
     @staticmethod
     def of(config: ModelConfig, ids: torch.Tensor, base: float | None = None) -> Rotary:
-        """The turns of tokens by their position and their position in a span.
+        """The angles of tokens by their position and their position in a span.
 
-        Args: ids: int [len(ID_FIELDS), T]. base: null = the configuration's.
+        Args: ids: int [len(ID_FIELDS), T]. base: None = the configuration's.
         """
         text, span = ids[ID_FIELDS.index(POSITION_IDS)], ids[ID_FIELDS.index(BLOCK_POSITION_IDS)]
-        turning = {"added": [text + span], "halves": [text, span]}.get(config.block_positions, [text])
-        width = config.rotary_size // len(turning)
+        chosen = {"added": [text + span], "halves": [text, span]}.get(config.block_positions, [text])
+        width = config.rotary_size // len(chosen)
         # Angles in fp32 whatever the model's type: bf16 cannot tell neighbouring positions beyond 256.
         exponents = torch.arange(0, width, 2, dtype=torch.float32, device=ids.device) / width
-        waves = _scaled(1.0 / (base or config.rotary_base) ** exponents, config.rotary_scaling)
-        angles = torch.cat([positions[:, None, None].float() * waves for positions in turning], dim=-1)
+        frequencies = _scaled(1.0 / (base or config.rotary_base) ** exponents, config.rotary_scaling)
+        angles = torch.cat([positions[:, None, None].float() * frequencies for positions in chosen], dim=-1)
         return Rotary(angles.cos(), angles.sin())
 
-    def turn(self, heads: torch.Tensor) -> torch.Tensor:
-        """[T, H, D] -> the same with the pairs (0, 1), (2, 3), ... of the first W features turned, in fp32 or fp64."""
-        return _Turn.apply(heads, self.cos, self.sin)
+    def rotate(self, heads: torch.Tensor) -> torch.Tensor:
+        """[T, H, D] -> the same with the pairs (0, 1), (2, 3), ... of the first W features rotated, in fp32 or fp64."""
+        return _Rotate.apply(heads, self.cos, self.sin)
 
 
-def _scaled(waves: torch.Tensor, scaling: tuple[float, ...]) -> torch.Tensor:
-    """Frequencies as in Llama 3.1, fp32 [W / 2]: those of few turns in the original length are divided by a factor."""
+def _scaled(frequencies: torch.Tensor, scaling: tuple[float, ...]) -> torch.Tensor:
+    """Frequencies as in Llama 3.1, fp32 [W / 2]: those with few turns in the original length, over `factor`."""
     if not scaling:
-        return waves
+        return frequencies
     factor, low, high, length = scaling
-    # Between the two limits the frequencies go over smoothly from divided to kept.
-    kept = ((length * waves / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
-    return (1 - kept) * waves / factor + kept * waves
+    # Between the two limits the frequencies change smoothly from divided to undivided.
+    undivided = ((length * frequencies / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+    return (1 - undivided) * frequencies / factor + undivided * frequencies
 
 
-class _Turn(torch.autograd.Function):
-    """Its gradient is turned back: nothing but the angles is kept."""
+class _Rotate(torch.autograd.Function):
+    """Its gradient is rotated back: nothing but the angles is saved."""
 
     @staticmethod
     def forward(ctx: Any, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turned(heads, cos, sin)
+        return _rotated(heads, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
         cos, sin = ctx.saved_tensors
-        return _turned(grad, cos, -sin), None, None
+        return _rotated(grad, cos, -sin), None, None
 
 
-def _turned(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     # Features beyond W are copied by this and stay as they are (partial rotary).
     out = heads.clone(memory_format=torch.contiguous_format)
     wide = torch.promote_types(heads.dtype, torch.float32)  # fp64 stays: proofs of conversions compare in it
@@ -83,7 +83,7 @@ def _turned(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     return out
 
 
-def spread(
+def prepare_qkv(
     heads: torch.Tensor,
     key_value_heads: int,
     rotary: Rotary | None,
@@ -92,35 +92,38 @@ def spread(
 ) -> torch.Tensor:
     """Queries, keys and values as attention takes them: [T, H + 2 K, D] -> [T, 3 H, D].
 
-    Queries and keys are normed and turned, then queries multiplied. Each of the K keys and values is repeated for the
-    H / K queries of its group.
+    Queries and keys are normed and rotated, then queries multiplied by `factor`. Each of the K keys and values is
+    repeated for the H / K queries of its group.
     """
     groups, rest = divmod(heads.shape[1] - 2 * key_value_heads, key_value_heads)
     assert rest == 0, "configuration checks that heads divide"
     if rotary is None and norms is None and groups == 1 and factor == 1.0:
         return heads
     if has_kernels(heads):
-        form = head_form(rotary, norms, key_value_heads, factor)
-        return Spread.apply(heads.contiguous(), form.query_scale, form.key_scale, form).flatten(1, 2)
+        transform = head_transform(rotary, norms, key_value_heads, factor)
+        scales = transform.query_scale, transform.key_scale
+        return ExpandHeads.apply(heads.contiguous(), *scales, transform).flatten(1, 2)
     if norms is not None:
         heads = norms(heads, key_value_heads)
     sizes = [groups * key_value_heads, key_value_heads]
     if rotary is None:  # one function of autograd, not two
         queries, keys, values = heads.split([*sizes, key_value_heads], dim=1)
     else:
-        turned, values = heads.split([sum(sizes), key_value_heads], dim=1)
-        queries, keys = rotary.turn(turned).split(sizes, dim=1)
+        query_key, values = heads.split([sum(sizes), key_value_heads], dim=1)
+        queries, keys = rotary.rotate(query_key).split(sizes, dim=1)
     queries = queries if factor == 1.0 else queries * factor
     return torch.cat([queries, _repeated(keys, groups), _repeated(values, groups)], dim=1)
 
 
-def head_form(
+def head_transform(
     rotary: Rotary | None, norms: HeadNorms | None, key_value_heads: int, factor: float
-) -> HeadForm:
-    """`spread` as one kernel takes it."""
+) -> HeadTransform:
+    """`prepare_qkv` as one kernel takes it."""
     cos, sin = (None, None) if rotary is None else (rotary.cos, rotary.sin)
     query, key = (None, None) if norms is None else norms.scales()
-    return HeadForm(cos, sin, query, key, 0.0 if norms is None else norms.epsilon, key_value_heads, factor)
+    return HeadTransform(
+        cos, sin, query, key, 0.0 if norms is None else norms.epsilon, key_value_heads, factor
+    )
 
 
 def _repeated(heads: torch.Tensor, times: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ from megatron_lite.model.task_losses import first_places, part_pools
 from megatron_lite.model.tensor_parallel import TensorParallel
 from megatron_lite.parallel.collectives import gather_tokens
 
-SPAN_PLACE_SIZE = 200  # width of the place embedding of SpanBERT's head
+SPAN_POSITION_SIZE = 200  # width of the position embedding of SpanBERT's head
 
 
 class SentenceHead(nn.Module):
@@ -31,7 +31,7 @@ class SentenceHead(nn.Module):
         super().__init__()
         self.dense = Linear(config.hidden_size, config.hidden_size)
         self.classifier = Linear(config.hidden_size, config.sentence_classes, 1 / config.width_ratio)
-        # Other losses than those of two sentences have their own; those of tokens read no pooler.
+        # Losses other than BERT's of two sentences have separate classifiers; those of tokens read no pooler.
         counts = {name: int(count) for name, count in (head.split(":") for head in config.class_heads)}
         self.classifiers = nn.ModuleDict(
             {
@@ -39,49 +39,54 @@ class SentenceHead(nn.Module):
                 for name, count in counts.items()
             }
         )
-        self._columns = _columns_of([config.sentence_classes, *counts.values()], list(counts))
+        self._columns = _class_columns([config.sentence_classes, *counts.values()], list(counts))
 
     def forward(
         self,
-        rows: torch.Tensor,
+        x: torch.Tensor,
         dropout: FeatureDropout | None = None,
         objectives: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Args: dropout: of these rows, before the classifiers. objectives: int, the losses of them, as last."""
-        pooled = torch.tanh(self.dense(rows))
+        """[M, D] -> [M, classes].
+
+        Args:
+            dropout: of these M tokens, before the classifiers.
+            objectives: int [M or more], the loss of each prediction; these M are the last.
+        """
+        pooled = torch.tanh(self.dense(x))
         pooled = pooled if dropout is None else fused.dropout_add(pooled, None, dropout)
         classes = self.classifier(pooled)
         if not self.classifiers or objectives is None:
             return classes
         others = [
-            head(pooled if CLASS_HEADS[name] in SENTENCE_LEVEL else rows)
+            head(pooled if CLASS_HEADS[name] in SENTENCE_LEVEL else x)
             for name, head in self.classifiers.items()
         ]
         # A class that a loss lacks gets the logit -infinity, so that one gather serves losses with different class
         # counts.
-        none = classes.new_full((len(rows), 1), float("-inf"))
-        self._columns = self._columns.to(rows.device)
-        columns = self._columns[objectives[len(objectives) - len(rows) :].long()]
-        return torch.cat([classes, *others, none], dim=1).gather(1, columns)
+        no_class = classes.new_full((len(x), 1), float("-inf"))
+        self._columns = self._columns.to(x.device)
+        columns = self._columns[objectives[len(objectives) - len(x) :].long()]
+        return torch.cat([classes, *others, no_class], dim=1).gather(1, columns)
 
 
-def _columns_of(counts: Sequence[int], names: Sequence[str]) -> torch.Tensor:
+def _class_columns(counts: Sequence[int], names: Sequence[str]) -> torch.Tensor:
     """The columns of each loss's classes among those of all heads, int64 [losses, most classes].
 
-    The last column, which says that there is no such class, fills up. Losses without a head have the first one's.
+    The last column, which stands for no class, fills up. Losses without a head have the columns of the first head.
     """
     first = np.cumsum([0, *counts])
     columns = np.full((MOST_LOSSES, max(counts)), first[-1])
     columns[:, : counts[0]] = np.arange(counts[0])
     for number, name in enumerate(names, start=1):
-        own = columns[CLASS_HEADS[name]]
-        own[:] = first[-1]
-        own[: counts[number]] = np.arange(first[number], first[number + 1])
+        loss_columns = columns[CLASS_HEADS[name]]
+        loss_columns[:] = first[-1]
+        loss_columns[: counts[number]] = np.arange(first[number], first[number + 1])
     return torch.tensor(columns, device="cpu")
 
 
 class TaskHead(nn.Module):
-    """The head that fine-tuning adds: one linear layer on rows, after a pooler where the model lacks one it needs."""
+    """The head that fine-tuning adds: one linear layer, after a pooler where the model lacks one that it needs."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel):
         super().__init__()
@@ -106,26 +111,25 @@ class TaskHead(nn.Module):
         """See `task_rows`. Args: pooler: another head's, which is used where this one has none."""
         if self.parallel.sequence_parallel:
             layers = [gather_tokens(hidden, self.parallel.group) for hidden in layers]
-        of_rows = [hidden.index_select(0, rows) for hidden in layers]
-        mix = self.mix
-        chosen = final_layernorm(of_rows[-1]) if mix is None else mix(torch.stack(of_rows))
+        chosen = [hidden.index_select(0, rows) for hidden in layers]
+        x = final_layernorm(chosen[-1]) if self.mix is None else self.mix(torch.stack(chosen))
         if self.has_pooler:
-            # The pretrained pooler where there is one: fine-tuning continues with what pretraining made of it.
+            # The pretrained pooler where there is one: fine-tuning continues from its weights.
             pooler = self.pooler or pooler
             assert pooler is not None
-            chosen = pooler(chosen) if self.pooled is None else self.pooled(pooler(chosen))
+            x = pooler(x) if self.pooled is None else self.pooled(pooler(x))
         if self.pool is not None:
             assert parts is not None
-            chosen, rows = torch.relu(self.pool(part_pools(chosen, parts))), rows[first_places(parts)]
-        # The embedding has no attention: the salt of that place is free.
-        dropped = None if dropout is None else dropout.features(self.dropout, -1, "attended")
-        if dropped is not None:
-            chosen = fused.dropout_add(chosen, None, dropped.of_rows(rows))
-        return self.classifier(chosen)
+            x, rows = torch.relu(self.pool(part_pools(x, parts))), rows[first_places(parts)]
+        # Layer -1 is the embedding, which has no attention: the salt of this site is free.
+        head_dropout = None if dropout is None else dropout.features(self.dropout, -1, "attended")
+        if head_dropout is not None:
+            x = fused.dropout_add(x, None, head_dropout.for_tokens(rows))
+        return self.classifier(x)
 
 
-def configs_of_tasks(config: ModelConfig) -> dict[str, ModelConfig]:
-    """The names of `model.task_heads`, and the configuration with the head of each alone."""
+def task_configs(config: ModelConfig) -> dict[str, ModelConfig]:
+    """Task name -> the configuration with the head of this task alone, for all of `model.task_heads`."""
     heads = [head.split(":") for head in config.task_heads]
     return {
         name: replace(config, task_heads=(), task_head=kind, task_classes=int(classes))
@@ -141,8 +145,10 @@ class TaskHeads(nn.Module):
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel):
         super().__init__()
-        for name, of_task in configs_of_tasks(config).items():
-            head = self._modules[name] = TaskHead(of_task, parallel)  # any name, those of torch's methods too
+        for name, task_config in task_configs(config).items():
+            head = self._modules[name] = TaskHead(
+                task_config, parallel
+            )  # any name, those of torch's methods too
         self.pooled: Any = head.pooled
 
     def outputs(self, *arguments: Any) -> torch.Tensor:
@@ -161,7 +167,7 @@ def task_head(config: ModelConfig, parallel: TensorParallel) -> TaskHead | TaskH
 class LayerMix(nn.Module):
     """gain * sum over layers of share * norm(h): [L + 1, N, D] -> [N, D], L blocks and the embeddings.
 
-    It begins as the mean. The norm has no parameters: what the head learns would hide them.
+    Initially the mean. The norm has no parameters: what the head learns would hide them.
     Source: ELMo, arXiv:1802.05365, section 3.2.
     """
 
@@ -179,14 +185,17 @@ class LayerMix(nn.Module):
 
 
 class SpanBoundaryHead(nn.Module):
-    """SpanBERT's f(x before, x after, place): two layers over their concatenation (arXiv:1907.10529, section 3.2)."""
+    """SpanBERT's f(x before, x after, position in the span): two layers over their concatenation.
+
+    Source: arXiv:1907.10529, section 3.2.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.place_embeddings = nn.Embedding(config.span_boundary_places, SPAN_PLACE_SIZE)
-        self.inner = Transform(2 * config.hidden_size + SPAN_PLACE_SIZE, config.hidden_size, config)
+        self.place_embeddings = nn.Embedding(config.span_boundary_places, SPAN_POSITION_SIZE)
+        self.inner = Transform(2 * config.hidden_size + SPAN_POSITION_SIZE, config.hidden_size, config)
         self.outer = Transform(config.hidden_size, config.embedding_size or config.hidden_size, config)
 
-    def forward(self, before: torch.Tensor, after: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """[P, D], [P, D], int64 [P] -> [P, E]"""
-        return self.outer(self.inner(torch.cat([before, after, self.place_embeddings(places)], dim=1)))
+    def forward(self, before: torch.Tensor, after: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """[P, D], [P, D], int64 [P] -> [P, E]. Args: positions: in the span."""
+        return self.outer(self.inner(torch.cat([before, after, self.place_embeddings(positions)], dim=1)))

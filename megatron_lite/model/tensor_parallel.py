@@ -41,33 +41,33 @@ from megatron_lite.parallel.collectives import (
 AccumulateWeightGrad = Callable[[torch.Tensor, torch.Tensor], None]
 
 
-def accumulate_in_backward(weight: nn.Parameter, take: AccumulateWeightGrad) -> None:
-    """Have the gradient of a weight that is used once computed by `take(grad [T, out], rows [T, in])`: grad^T rows.
+def accumulate_in_backward(weight: nn.Parameter, accumulate: AccumulateWeightGrad) -> None:
+    """Let `accumulate(grad [T, out], x [T, in])` compute the gradient of a weight that is used once: grad^T x.
 
     So it is summed in fp32 without being rounded, or passing through memory, in the weight's own type. A weight that a
     pass uses twice is left to autograd, which knows when both gradients are there.
     """
     if not getattr(weight, "is_used_twice", False):
-        weight.accumulate_weight_grad = take  # type: ignore[attr-defined]
+        weight.accumulate_weight_grad = accumulate  # type: ignore[attr-defined]
 
 
-def _take_of(weight: torch.Tensor) -> AccumulateWeightGrad | None:
+def _accumulate_function(weight: torch.Tensor) -> AccumulateWeightGrad | None:
     return getattr(weight, "accumulate_weight_grad", None)
 
 
-def add_product(total: torch.Tensor, grad: torch.Tensor, rows: torch.Tensor, begun: bool) -> None:
-    """total = grad^T rows, or total + that if it is `begun`: fp32 [out, in] from [T, out] and [T, in]."""
+def add_product(total: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, begun: bool) -> None:
+    """total = grad^T x or, if `begun`, total + grad^T x: fp32 [out, in] from [T, out] and [T, in]."""
     if widens(grad):
-        grad, rows = grad.float(), rows.float()
+        grad, x = grad.float(), x.float()
     if grad.dtype == torch.float32:
-        torch.addmm(total, grad.T, rows, out=total) if begun else torch.mm(grad.T, rows, out=total)
+        torch.addmm(total, grad.T, x, out=total) if begun else torch.mm(grad.T, x, out=total)
     # `out_dtype`: half-precision operands with an fp32 sum, which only CUDA's product offers.
     elif total.is_cuda and begun:
-        torch.addmm(total, grad.T, rows, out_dtype=torch.float32, out=total)
+        torch.addmm(total, grad.T, x, out_dtype=torch.float32, out=total)
     elif total.is_cuda:
-        torch.mm(grad.T, rows, out_dtype=torch.float32, out=total)
+        torch.mm(grad.T, x, out_dtype=torch.float32, out=total)
     else:
-        product = (rows.T @ grad).T  # AMX: see `_Linear`
+        product = (x.T @ grad).T  # AMX: see `_Linear`
         total.add_(product) if begun else total.copy_(product)
 
 
@@ -78,7 +78,9 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x, weight, bias):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
-        ctx.take = _take_of(weight)  # a block that is computed again gives the backward pass another tensor
+        ctx.accumulate = _accumulate_function(
+            weight
+        )  # a block that is computed again gives the backward pass another tensor
         ctx.dtype = torch.float32 if widens(x) else x.dtype
         bias = None if bias is None else bias.to(ctx.dtype)
         return F.linear(x.to(ctx.dtype), weight.to(ctx.dtype), bias).to(x.dtype)
@@ -91,13 +93,13 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = (grad @ weight.to(ctx.dtype)).to(x.dtype)
         flat = grad.flatten(0, -2)
-        if ctx.needs_input_grad[1] and ctx.take is not None:
-            ctx.take(flat, x.flatten(0, -2).to(ctx.dtype))
+        if ctx.needs_input_grad[1] and ctx.accumulate is not None:
+            ctx.accumulate(flat, x.flatten(0, -2).to(ctx.dtype))
         elif ctx.needs_input_grad[1]:
-            rows = x.flatten(0, -2).to(ctx.dtype)
-            # AMX: 270 GFLOP/s for flat.T @ rows, 522 for the other form, which fp32 does not gain from.
-            product = flat.T @ rows if ctx.dtype == torch.float32 else (rows.T @ flat).T
-            # Rounded to the weight's type, as autograd wants a gradient of it; `take` above avoids this.
+            flat_x = x.flatten(0, -2).to(ctx.dtype)
+            # AMX: 270 GFLOP/s for flat.T @ flat_x, 522 for the transposed product, from which fp32 does not gain.
+            product = flat.T @ flat_x if ctx.dtype == torch.float32 else (flat_x.T @ flat).T
+            # Rounded to the weight's type, as autograd wants a gradient of it; `accumulate` above avoids this.
             grad_weight = product.to(weight.dtype)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_bias = flat.sum(0).to(weight.dtype)
@@ -107,7 +109,7 @@ class _Linear(torch.autograd.Function):
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x [..., in] -> [..., out]` with `weight [out, in]`; rounds once to x's dtype."""
     # Everything else gains nothing from a function of our own, and torch's can be compiled and traced.
-    if _take_of(weight) is not None or (
+    if _accumulate_function(weight) is not None or (
         x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
     ):
         return _Linear.apply(x, weight, bias)
@@ -125,17 +127,17 @@ class TensorParallel:
     sums_at_once: bool = False
 
     def copy(self, x: torch.Tensor) -> torch.Tensor:
-        """Before a product of which each rank computes a part: x, equal on all ranks."""
+        """Before a product of which each rank computes some columns: x, equal on all ranks; its gradient is summed."""
         return x if self.group.size == 1 else copy_to_group(x, self.group)
 
-    def leave(self, partial: torch.Tensor) -> torch.Tensor:
-        """From the partial sums [T, D] of row-parallel layers to the residual stream."""
+    def sum_partial(self, partial: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks of [T, D] of a row-parallel layer; under sequence parallelism this rank's tokens of it."""
         if self.sequence_parallel:
             return reduce_scatter_tokens(partial, self.group)
         return reduce_from_group(partial, self.group)
 
     def mark_replicated(self, *parameters: nn.Parameter) -> None:
-        """Parameters used between regions: under sequence parallelism each rank sees a part of their gradients."""
+        """Parameters used between regions: under sequence parallelism each rank has one term of their gradients."""
         for parameter in parameters:
             parameter.is_partial = self.sequence_parallel and not self.sums_at_once  # type: ignore[attr-defined]
 
@@ -163,7 +165,7 @@ class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, parallel):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(hidden, weight)
-        ctx.parallel, ctx.take = parallel, _take_of(weight)
+        ctx.parallel, ctx.accumulate = parallel, _accumulate_function(weight)
         whole = hidden
         if parallel.sequence_parallel:
             whole, gathering = start_all_gather(hidden, parallel.group)
@@ -183,8 +185,8 @@ class _ColumnParallel(torch.autograd.Function):
             grad_hidden, summing = grad_whole, start_all_reduce(grad_whole, group)
         finish(gathering)
         grad_weight = None
-        if ctx.needs_input_grad[1] and ctx.take is not None:
-            ctx.take(grad, whole)
+        if ctx.needs_input_grad[1] and ctx.accumulate is not None:
+            ctx.accumulate(grad, whole)
         elif ctx.needs_input_grad[1]:
             grad_weight = _product(grad.T, whole)
         # Complete without a sum over ranks: each rank has all tokens of its own outputs.
@@ -202,7 +204,7 @@ class Partition:
     parts: int | tuple[int, ...] = 1
     rows: int | None = None  # along dim 0; those beyond are padding (vocabulary)
 
-    def part_rows(self, rows: int) -> list[int]:
+    def block_rows(self, rows: int) -> list[int]:
         """Rows of each block of a parameter, or of a shard of it, that has `rows` rows in all."""
         shares = (1,) * self.parts if isinstance(self.parts, int) else self.parts
         return [rows // sum(shares) * share for share in shares]
@@ -268,7 +270,7 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         size = parallel.group.size
         partition = Partition(dim=0, parts=parts)
-        rows = sum(partition.part_rows(out_features // size)) * size
+        rows = sum(partition.block_rows(out_features // size)) * size
         assert rows == out_features, "configuration checks that features divide"
         self.parallel = parallel
         self.weight = sharded(nn.Parameter(torch.empty(out_features // size, in_features)), partition)
@@ -314,9 +316,9 @@ class RowParallelLinear(nn.Module):
             return linear(x, self.weight, self.bias)
         deferred = DeferredBias(linear(x, self.weight), self.bias)
         if self.parallel.group.size > 1:
-            # The bias is added after the sum over the ranks: each rank's product is a part of it.
+            # The bias is added after the sum over the ranks, once.
             bias = None if self.bias is None else self.parallel.replicated(self.bias)
-            deferred = DeferredBias(self.parallel.leave(deferred.x), bias)
+            deferred = DeferredBias(self.parallel.sum_partial(deferred.x), bias)
         return deferred if skip_bias_add else deferred.added()
 
 
@@ -344,19 +346,19 @@ class VocabParallelEmbedding(nn.Module):
         elsewhere = (local < 0) | (local >= len(self.weight))
         # Row 0 stands in for words of other ranks and is zeroed after the look-up, so that shapes do not depend on the
         # data.
-        rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return self.parallel.leave(rows.masked_fill(elsewhere[:, None], 0.0))
+        words = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return self.parallel.sum_partial(words.masked_fill(elsewhere[:, None], 0.0))
 
 
 def local_shard(whole: torch.Tensor, partition: Partition, rank: int, size: int, rows: int) -> torch.Tensor:
-    """This rank's part of a whole parameter; `rows` is its number of rows, missing ones (padding) are 0."""
+    """This rank's shard of a whole parameter; `rows` is its number of rows, missing ones (padding) are 0."""
     if partition.rows is not None:
-        part = whole[rank * rows : (rank + 1) * rows]
-        return F.pad(part, (*[0] * (2 * part.dim() - 1), rows - len(part)))
+        shard = whole[rank * rows : (rank + 1) * rows]
+        return F.pad(shard, (*[0] * (2 * shard.dim() - 1), rows - len(shard)))
     if partition.dim is None or size == 1:
         return whole
     if partition.dim == 0:
         # Each block (Q, K, V) by itself: a plain chunk would give one rank all queries and another all values.
-        parts = whole.split(partition.part_rows(len(whole)))
-        return torch.cat([part.chunk(size)[rank] for part in parts])
+        blocks = whole.split(partition.block_rows(len(whole)))
+        return torch.cat([block.chunk(size)[rank] for block in blocks])
     return whole.chunk(size, dim=partition.dim)[rank]

@@ -2,7 +2,7 @@
 
 By default it is GLM: pre-LN blocks, learned tables for both position ids, output projection tied to the word embedding
 without a bias (arXiv:2103.10360). The options of `ModelConfig` make it the Transformer of the other systems.
-docs/huggingface_glm.md compares the module names with those of released checkpoints. The parts are in block.py.
+docs/huggingface_glm.md compares the module names with the names in released checkpoints.
 
 Shapes: T tokens, D hidden size, V vocabulary (unpadded).
 """
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.attention_backends.calls import AttentionPlan, PartsPlan
+from megatron_lite.model.attention_backends.interface import AttentionPlan, EncoderDecoderPlan
 from megatron_lite.model.block import stack
 from megatron_lite.model.embedding import Embedding
 from megatron_lite.model.encoder_decoder import (
@@ -32,14 +32,14 @@ from megatron_lite.model.forward_context import (
     Condition,
     ForwardContext,
     detached_memory,
+    local_lengths,
     make_context,
-    own_lengths,
     with_bias,
 )
-from megatron_lite.model.fused_block import Hidden, settled
+from megatron_lite.model.fused_block import Hidden, materialize
 from megatron_lite.model.kernels.dropout import Dropout
 from megatron_lite.model.lm_head import Heads
-from megatron_lite.model.loss import ChunkedLogits, loss_logits, row_losses, sum_losses
+from megatron_lite.model.loss import ChunkedLogits, loss_logits, prediction_losses, sum_losses
 from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.model.norms import LayerNorm, RMSNorm, final_layernorm
 from megatron_lite.model.position_bias import Table, relative_tables
@@ -58,7 +58,7 @@ class GLM(TrainedModel):
         parallel: None = one process holds every layer whole.
         label_smoothing: part of the targets' probability that training spreads over the vocabulary.
         z_loss: see `sum_losses`.
-        loss_rows: rows of logits at a time in the loss, 0 for all.
+        loss_rows: predictions whose logits exist at a time in the loss, 0 for all, see loss.py.
         has_memory: whether batches hold tokens that are a memory, see `detached_memory`.
     """
 
@@ -102,13 +102,13 @@ class GLM(TrainedModel):
         self.heads = Heads(config, self.parallel, loss_rows)
         # The engine sets it to wait for a module's weights, which other ranks send while the modules before it run.
         # Hooks of modules would need no line here, but compiled blocks do not take them.
-        self.before_use: Callable[[nn.Module], None] = lambda part: None
+        self.before_use: Callable[[nn.Module], None] = lambda module: None
 
     def run(
         self,
         tokens: torch.Tensor,
         ids: torch.Tensor,
-        plan: AttentionPlan | PartsPlan,
+        plan: AttentionPlan | EncoderDecoderPlan,
         dropout: Dropout | None,
         before_block: BeforeBlock | None = None,
         condition: Condition | None = None,
@@ -124,7 +124,7 @@ class GLM(TrainedModel):
         # [T, D]; under sequence parallelism [T / ranks, D] from here to the final norm.
         hidden = self.embedding(tokens.flatten(), ids.flatten(1), context, self.decoder_embedding)
         if self.config.decoder_layers:
-            hidden = self._run_parts(hidden, context, ids[0].flatten())
+            hidden = self._run_encoder_decoder(hidden, context, ids[0].flatten())
         else:
             if self.has_memory and before_block is None:
                 before_block = detached_memory(ids.flatten(1), plan, self.parallel)
@@ -161,26 +161,26 @@ class GLM(TrainedModel):
             if before_block is not None:
                 # A block may return its sum unfinished, for the next norm's kernel to finish; here the sum itself is
                 # wanted.
-                x = before_block(layer, settled(x))
+                x = before_block(layer, materialize(x))
             x = self._block(layer)(x, context, layer)
-        return settled(x)
+        return materialize(x)
 
-    def _run_parts(
+    def _run_encoder_decoder(
         self, hidden: torch.Tensor, context: ForwardContext, positions: torch.Tensor
     ) -> torch.Tensor:
         """The encoder's blocks, then the decoder's: [Te + Td, D], int [Te + Td] -> [Td, D]."""
         encoder, decoder = encoder_decoder_contexts(context, self.parallel)
-        plan = cast(PartsPlan, context.plan)
+        plan = cast(EncoderDecoderPlan, context.plan)
         # Two matrices [Te, D] and [Td, D] between layers: in one, each block would copy the other's tokens.
-        encoded, decoded = hidden.split(own_lengths(plan, self.parallel))
-        of_encoder, of_decoder = positions.split(plan.lengths)
-        encoded = self.run_blocks(encoded, encoder, of_encoder)
+        encoded, decoded = hidden.split(local_lengths(plan, self.parallel))
+        encoder_positions, decoder_positions = positions.split(plan.lengths)
+        encoded = self.run_blocks(encoded, encoder, encoder_positions)
         if self.encoder_layernorm is not None:
             self.before_use(self.encoder_layernorm)
             encoded = self.encoder_layernorm(encoded)
         # T5 drops out the output of both stacks; the layer number keys the mask.
         encoded = encoder.last(encoded, self.config.final_dropout, self.config.num_layers - 1)
-        return self.run_decoder(decoded, encoded, decoder, of_decoder)
+        return self.run_decoder(decoded, encoded, decoder, decoder_positions)
 
     def run_decoder(
         self, decoded: torch.Tensor, encoded: torch.Tensor, context: DecoderContext, positions: torch.Tensor
@@ -195,7 +195,7 @@ class GLM(TrainedModel):
         self,
         tokens: torch.Tensor,
         ids: torch.Tensor,
-        plan: AttentionPlan | PartsPlan,
+        plan: AttentionPlan | EncoderDecoderPlan,
         before_block: BeforeBlock | None = None,
     ) -> torch.Tensor:
         """Output of the last block, before the final norm and without dropout: [..., D], or [Td, D]. One process.
@@ -222,7 +222,7 @@ class GLM(TrainedModel):
             return self._token_loss(self._hidden(batch), batch)
         if batch.extra_inputs.head == "choices":
             # A choice is scored by its tokens' likelihood: no task head, the model's own vocabulary logits.
-            losses = self._row_losses(self._hidden(batch), batch)
+            losses = self._losses(self._hidden(batch), batch)
             outputs = choice_scores(
                 losses[: len(batch.extra_inputs.position_group)], batch.extra_inputs
             )  # without fillers
@@ -232,15 +232,15 @@ class GLM(TrainedModel):
             self._head_outputs(layers, batch, batch.extra_inputs), batch.extra_inputs
         )
         if batch.extra_inputs.has_language:
-            of_tokens, token_sums = self._token_loss(layers[-1], batch)
+            token_loss, token_sums = self._token_loss(layers[-1], batch)
             # Columns 0 and 1 are loss and weight; the third is the z-loss, which tasks lack.
             token_sums[:, :2] += sums
-            return loss + of_tokens, token_sums
+            return loss + token_loss, token_sums
         return loss, sums
 
     def _token_loss(self, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, words = self._row_logits(hidden, batch), self.embedding.word_embeddings
-        return sum_losses(rows, batch, words, self.num_losses, self.label_smoothing, self.z_loss)
+        logits, words = self._logits_and_classes(hidden, batch), self.embedding.word_embeddings
+        return sum_losses(logits, batch, words, self.num_losses, self.label_smoothing, self.z_loss)
 
     def _task_loss(self, outputs: torch.Tensor, parts: TaskInputs) -> tuple[torch.Tensor, torch.Tensor]:
         loss = task_loss(outputs, parts)
@@ -256,17 +256,19 @@ class GLM(TrainedModel):
         if parts.head != "choices":
             outputs = self._head_outputs(self._layers(batch), batch, parts).float()
             return outputs, outputs.new_empty(0)
-        logits, _ = self._row_logits(self._hidden(batch), batch, whole=True)
-        rows = len(parts.position_group)
-        assert isinstance(logits, torch.Tensor), "the whole rows were asked for"
-        log_p, is_likeliest = row_scores(logits[:rows], batch.targets[:rows], self.embedding.word_embeddings)
+        logits, _ = self._logits_and_classes(self._hidden(batch), batch, whole=True)
+        count = len(parts.position_group)
+        assert isinstance(logits, torch.Tensor), "whole=True gives all logits"
+        log_p, is_likeliest = row_scores(
+            logits[:count], batch.targets[:count], self.embedding.word_embeddings
+        )
         return part_sums(log_p, parts), part_sums(~is_likeliest, parts) == 0
 
     def _hidden(self, batch: MicroBatch, before_block: BeforeBlock | None = None) -> torch.Tensor:
         return self.run(batch.tokens, batch.ids, batch.plan, batch.dropout, before_block)
 
     def _layers(self, batch: MicroBatch) -> list[torch.Tensor]:
-        """[T, D] of the last block; for a mix those of the embeddings and of all blocks."""
+        """[T, D] of the last block; for a mix of the embeddings and of all blocks."""
         layers: list[torch.Tensor] = []
 
         def keep(layer: int, hidden: torch.Tensor) -> torch.Tensor:
@@ -281,21 +283,23 @@ class GLM(TrainedModel):
         return outputs[: len(parts.position_group)]
 
     def losses(self, batch: MicroBatch, condition: Condition | None = None) -> torch.Tensor:
-        """Cross entropies of the rows with loss, fp32 [K + P + M]. Args: condition: as for `run`."""
+        """Cross entropies of the predictions, fp32 [K + P + M], see loss.py. Args: condition: as for `run`."""
         hidden = self.run(batch.tokens, batch.ids, batch.plan, batch.dropout, condition=condition)
-        return self._row_losses(hidden, batch)
+        return self._losses(hidden, batch)
 
-    def _row_losses(self, hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """fp32 [K + P + M], see LossPositions."""
-        return row_losses(*self._row_logits(hidden, batch), batch.targets, self.embedding.word_embeddings)
+    def _losses(self, hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """Cross entropies, fp32 [K + P + M], see loss.py."""
+        return prediction_losses(
+            *self._logits_and_classes(hidden, batch), batch.targets, self.embedding.word_embeddings
+        )
 
-    def _row_logits(
+    def _logits_and_classes(
         self, hidden: torch.Tensor, batch: MicroBatch, whole: bool = False
     ) -> tuple[torch.Tensor | ChunkedLogits, torch.Tensor]:
-        """Logits of tokens [K + P, local V with padding] and of classes [M, classes]."""
+        """Logits of tokens [K + P, local V with padding] and of classes [M, classes]. Args: whole: no ChunkedLogits."""
         words = self.embedding.word_embeddings
         dropout = batch.dropout
-        if dropout is not None and isinstance(batch.plan, PartsPlan):
+        if dropout is not None and isinstance(batch.plan, EncoderDecoderPlan):
             # Only the decoder's tokens have predictions.
             dropout = replace(dropout, keys=dropout.keys.split(batch.plan.lengths)[1])
         vectors, classes = self.heads(hidden, batch.loss_positions, self.final_layernorm, dropout)

@@ -53,7 +53,7 @@ class WholeTensor:
 def block_shapes(shape: tuple[int, ...], partition: Partition, tp: int) -> tuple[tuple[int, int], ...]:
     """Rows and columns of each block of the whole parameter, from the shape of one of `tp` shards."""
     rows, columns = matrix_shape(whole_shape(shape, partition, tp))
-    return tuple((block_rows, columns) for block_rows in partition.part_rows(rows))
+    return tuple((block, columns) for block in partition.block_rows(rows))
 
 
 @dataclass

@@ -98,7 +98,7 @@ def accuracy(model, config, fields, noise):
     )
     inputs = inputs.to(torch.device("cpu"))
     hidden = model.run(inputs.tokens, inputs.ids, inputs.plan, None, condition=inputs.extra_inputs)
-    logits, _ = model._row_logits(hidden, inputs)
+    logits, _ = model._logits_and_classes(hidden, inputs)
     return (logits.argmax(1) == inputs.targets).float().mean().item()
 
 

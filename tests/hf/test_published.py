@@ -144,7 +144,7 @@ def test_both_streams_of_xlnet(tmp_path):
         target_mapping=mapping,
         token_type_ids=torch.from_numpy(batch[:, SEGMENT_IDS, :length].astype(np.int64)),
     ).logits
-    for kernel in ("dense", "calls"):
+    for kernel in ("dense", "cpu"):
         prepared = prepare(Batch(batch), torch.device("cpu"), model.config, kernel=kernel)
         inputs = prepared.to(torch.device("cpu"))
         logits = model.logits(model.hidden_states(inputs.tokens, inputs.ids, inputs.plan))
@@ -172,7 +172,7 @@ def test_rows_of_the_xlnet_objective_are_what_the_class_pretrains_on(tmp_path):
     assert (our_output(model, no_segments)[1] - expected)[is_query].abs().max() > 0.1
 
 
-@pytest.mark.parametrize("kernel", ["dense", "calls"])
+@pytest.mark.parametrize("kernel", ["dense", "cpu"])
 @pytest.mark.parametrize(("longest", "reused"), [(None, None), (20, None), (7, 5)])
 @torch.no_grad()
 def test_the_memory_of_xlnet(longest, reused, kernel, tmp_path):

@@ -46,7 +46,7 @@ def test_blank_infilling_is_the_class_with_positions_that_continue_from_the_mask
     ours = model.logits(model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)).view(
         *rows[:, 0].shape, -1
     )
-    columns = batch.layout.in_place()
+    columns = batch.layout.in_batch_order()
     mask = torch.from_numpy(may_see(columns[..., None], columns[..., None, :]))
     real = torch.from_numpy(rows[:, DOC] != PADDING_DOC)
     mask |= ~real[..., None] & torch.eye(rows.shape[2], dtype=torch.bool)

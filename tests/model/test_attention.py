@@ -21,15 +21,15 @@ from support.attention import (
 from support.kernels import interpreted_kernels
 from support.recipes import RECIPES
 
-from megatron_lite.model.attention_backends import calls
+from megatron_lite.model.attention_backends import cpu_kernels, cpu_plan
 from megatron_lite.model.attention_backends import layout as attention_layout
-from megatron_lite.model.attention_backends import plan as plans
 from megatron_lite.model.attention_backends.blocks import BlockPlan
-from megatron_lite.model.attention_backends.calls import KERNELS, choose
+from megatron_lite.model.attention_backends.cpu_kernels import CPU_KERNELS, choose_cpu_kernel
+from megatron_lite.model.attention_backends.cpu_plan import CpuPlan, LongGroup, PaddedGroups
 from megatron_lite.model.attention_backends.dense import DensePlan
 from megatron_lite.model.attention_backends.layout import make_layout
-from megatron_lite.model.attention_backends.plan import CallPlan, LongUnit, UnitGroup, plan_attention
-from megatron_lite.model.attention_backends.varlen import VarlenPlan, _joined
+from megatron_lite.model.attention_backends.plan import plan_attention
+from megatron_lite.model.attention_backends.varlen import VarlenAttention, VarlenPlan
 from megatron_lite.model.kernels.fused import join_pair_kernel
 
 WITHOUT_MASKS = {name: recipe for name, recipe in RECIPES.items() if recipe.name != "unilmv2"}
@@ -60,23 +60,23 @@ def assert_equals_reference(arrays, plan, tolerance=1e-10):
 
 @pytest.fixture(params=["sizes of the code", "tiny sizes"])
 def block_sizes(request, monkeypatch):
-    """With tiny sizes, short rows go through every kind of call."""
+    """With tiny sizes, short rows go through every mask type."""
     if request.param == "tiny sizes":
         for name, value in (
-            ("BLOCK_ROWS", 7),
+            ("BLOCK_QUERIES", 7),
             ("KERNEL_KEYS", 12),
-            ("JOINED_ROWS", 10),
-            ("LEAST_FULL_ROWS", 4),
+            ("JOINED_TOKENS", 10),
+            ("LEAST_FULL_QUERIES", 4),
         ):
             monkeypatch.setattr(attention_layout, name, value)
 
 
 @EACH
-def test_calls_equal_softmax_over_the_rule(recipe, block_sizes):
+def test_cpu_plans_equal_softmax_over_the_rule(recipe, block_sizes):
     for seed, sequence_length in ((1, 40), (2, 150)):
         arrays = recipe_arrays(recipe, sequence_length, 4, seed)
         plan = plan_attention(make_layout(*arrays), CPU)
-        assert isinstance(plan, CallPlan)
+        assert isinstance(plan, CpuPlan)
         assert assert_equals_reference(arrays, plan).any()
 
 
@@ -97,7 +97,7 @@ def test_many_random_rows_equal_softmax_over_the_rule(recipe, block_sizes):
 
 @given(st.integers(0, 10**6))
 @settings(max_examples=100, deadline=None)
-def test_calls_serve_any_arrays(seed):
+def test_cpu_plans_serve_any_arrays(seed):
     arrays = random_arrays(seed)
     assert_equals_reference(arrays, plan_attention(make_layout(*arrays), CPU))
 
@@ -109,17 +109,17 @@ def test_the_dense_plan_equals_softmax_over_the_rule(recipe):
 
 
 @pytest.mark.parametrize("recipe", WITHOUT_MASKS.values(), ids=WITHOUT_MASKS)
-def test_two_calls_for_cuda_equal_softmax_over_the_rule(recipe, emulated_kernel):
-    """The kernel is written out here; its place, queries and keys are the product's."""
+def test_two_launches_for_cuda_equal_softmax_over_the_rule(recipe, emulated_kernel):
+    """The kernel is written out here; its queries and keys are the product's."""
     for seed, multiple in ((4, 1), (5, 64)):
         arrays = recipe_arrays(recipe, 60, 4, seed)
         plan = plan_attention(make_layout(*arrays), CPU, "varlen", multiple)
         assert_equals_reference(arrays, plan)
-        assert len(plan.calls) <= 2 and len(plan.order) % multiple == 0
+        assert len(plan.launches) <= 2 and len(plan.order) % multiple == 0
 
 
 @pytest.mark.parametrize("name", ["t5", "bart"])
-def test_gradients_of_a_pair_of_calls_join_in_one_kernel_as_step_by_step(name):
+def test_gradients_of_a_pair_of_launches_join_in_one_kernel_as_step_by_step(name):
     """The kernel against the operations that serve any calls."""
     recipe = RECIPES[name]
     arrays = recipe_arrays(recipe, 30, 2, 4)
@@ -129,20 +129,20 @@ def test_gradients_of_a_pair_of_calls_join_in_one_kernel_as_step_by_step(name):
     qkv = draw((plan.length, 3, 2, 8), torch.float32, 1)[0]
     generator = torch.Generator().manual_seed(1)
     grads = []
-    for call in plan.calls:
-        keys = call.gathered if call.keys is None else range(plan.length)[call.keys]
-        counts = (call.queries.stop - call.queries.start, len(keys), len(keys))
+    for launch in plan.launches:
+        keys = launch.gathered if launch.keys is None else range(plan.length)[launch.keys]
+        counts = (launch.queries.stop - launch.queries.start, len(keys), len(keys))
         grads.append(tuple(torch.randn(count, 2, 8, generator=generator) for count in counts))
-    (expected,) = _joined([qkv], plan, grads)
-    place = plan.calls[1].place
+    (expected,) = VarlenAttention(plan, 0.0)._summed_grads([qkv], grads)
+    gathered_index = plan.launches[1].gathered_index
     with interpreted_kernels():
-        ours, sums = join_pair_kernel(*grads[0], *grads[1], plan.calls[0].keys.start, place, None)
+        ours, sums = join_pair_kernel(*grads[0], *grads[1], plan.launches[0].keys.start, gathered_index, None)
     torch.testing.assert_close(ours, expected, rtol=0, atol=0)
     torch.testing.assert_close(sums.sum(0), expected.sum(0).flatten(), rtol=0, atol=1e-5)
 
 
 @EACH
-def test_two_calls_compute_exactly_the_pairs_of_the_rule(recipe):
+def test_two_launches_compute_exactly_the_pairs_of_the_rule(recipe):
     """Each pair that may be seen once, no other: also a proof that no call is made for nothing."""
     arrays = recipe_arrays(recipe, 200, 4, 6)
     plan = plan_attention(make_layout(*arrays), torch.device("cuda"))
@@ -153,13 +153,13 @@ def test_two_calls_compute_exactly_the_pairs_of_the_rule(recipe):
     tokens = arrays[0].size
     rows = np.where(plan.order < 0, tokens, plan.order)  # all padding is one more token
     pairs = np.zeros((tokens + 1, tokens + 1), int)
-    for call in plan.calls:
-        queries, keys = rows[call.queries], rows[call.gathered if call.keys is None else call.keys]
+    for launch in plan.launches:
+        queries, keys = rows[launch.queries], rows[launch.gathered if launch.keys is None else launch.keys]
         for (q, q_stop), (k, k_stop) in zip(
-            itertools.pairwise(call.query_ends), itertools.pairwise(call.key_ends), strict=True
+            itertools.pairwise(launch.query_ends), itertools.pairwise(launch.key_ends), strict=True
         ):
             shape = (q_stop - q, k_stop - k)
-            seen = np.tril(np.ones(shape, int), shape[1] - shape[0]) if call.causal else np.ones(shape, int)
+            seen = np.tril(np.ones(shape, int), shape[1] - shape[0]) if launch.causal else np.ones(shape, int)
             np.add.at(pairs, np.ix_(queries[q:q_stop], keys[k:k_stop]), seen)
     mask = mask_of(arrays).numpy()
     expected = np.zeros((tokens, tokens), int)
@@ -181,7 +181,7 @@ def test_padding_does_not_change_what_tokens_see(recipe):
 
 
 @pytest.mark.each_cpu
-@pytest.mark.parametrize("kernel", ["calls", "dense"])
+@pytest.mark.parametrize("kernel", ["cpu", "dense"])
 @EACH
 def test_half_precision_stays_close_to_fp64(recipe, kernel):
     arrays = recipe_arrays(recipe, 100, 2, 7)
@@ -213,7 +213,7 @@ def test_dropout_of_weights_is_that_of_the_formula(recipe):
     scores = torch.einsum("bqhd,bkhd->bhqk", *qkv[:2]) / 8**0.5
     weights = scores.masked_fill(~mask_of(arrays)[:, None], float("-inf")).softmax(-1).nan_to_num(0.0)
     expected = torch.einsum("bhqk,bkhd->bqhd", weights * stays / 0.7, qkv[2])
-    for kernel in ("calls", "dense"):
+    for kernel in ("cpu", "dense"):
         plan = plan_attention(make_layout(*arrays), CPU, kernel, multiple=1 if kernel == "dense" else 32)
         ours = attend(plan, qkv, dropout_of(arrays, 0.3, plan=plan))
         torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)
@@ -237,7 +237,7 @@ def test_a_batch_of_padding_gives_zeros(dropout):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", CPU_KERNELS)
 @pytest.mark.parametrize("kind", ["full", "causal", "bias"])
 def test_each_kernel_of_the_cpu_computes_softmax(name, kind, dtype):
     """Output and gradients; the plans' own tests reach those kernels only that this CPU takes."""
@@ -245,7 +245,7 @@ def test_each_kernel_of_the_cpu_computes_softmax(name, kind, dtype):
     bias = None
     if kind != "full":
         bias = torch.full((9, 9), float("-inf"), dtype=torch.float64).triu(1)
-    kernel, given = KERNELS[name], None if kind != "bias" else bias.to(dtype)
+    kernel, given = CPU_KERNELS[name], None if kind != "bias" else bias.to(dtype)
     with torch.no_grad():
         out, state = kernel.forward(q, k, v, kind == "causal", given)
         ours = out, *kernel.backward(grad, q, k, v, out, state, kind == "causal", given)
@@ -273,16 +273,16 @@ def test_each_kernel_of_the_cpu_computes_softmax(name, kind, dtype):
     ],
 )
 def test_the_kernel_of_the_cpu_follows_from_type_and_size(dtype, queries, keys, is_full, expected):
-    assert choose(dtype, queries, keys, is_full=is_full) == expected
+    assert choose_cpu_kernel(dtype, queries, keys, is_full=is_full) == expected
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", CPU_KERNELS)
 def test_plans_take_each_kernel_for_long_documents(name, monkeypatch):
     """As on a CPU that multiplies bf16 natively, where the choice is made."""
     taken = []
-    monkeypatch.setattr(plans, "SHORT_PRODUCTS", 0)
-    monkeypatch.setattr(calls, "widens", lambda x: False)
-    monkeypatch.setattr(calls, "choose", lambda *args, **options: taken.append(name) or name)
+    monkeypatch.setattr(cpu_plan, "SHORT_PRODUCTS", 0)
+    monkeypatch.setattr(cpu_kernels, "widens", lambda x: False)
+    monkeypatch.setattr(cpu_plan, "choose_cpu_kernel", lambda *args, **options: taken.append(name) or name)
     arrays = recipe_arrays(RECIPES["t5"], 600, 1, 5)
     assert_equals_reference(arrays, plan_attention(make_layout(*arrays), CPU), tolerance=1e-7)
     *qkv, _ = draw((*arrays[0].shape, 2, 8), torch.bfloat16)
@@ -293,19 +293,19 @@ def test_plans_take_each_kernel_for_long_documents(name, monkeypatch):
 
 
 @EACH
-def test_groups_of_short_documents_equal_calls_for_each(recipe, monkeypatch):
+def test_groups_of_short_documents_equal_launches_for_each(recipe, monkeypatch):
     """Many short documents of every length, in groups and each by itself."""
     arrays = recipe_arrays(recipe, 100, 12, 3)
     qkv = torch.stack(draw((arrays[0].size, 2, 8), count=3), dim=1).requires_grad_()
     grad = draw((arrays[0].size, 2, 8), count=1)[0]
     results = []
-    for products in (plans.SHORT_PRODUCTS, 0):
-        monkeypatch.setattr(plans, "SHORT_PRODUCTS", products)
+    for products in (cpu_plan.SHORT_PRODUCTS, 0):
+        monkeypatch.setattr(cpu_plan, "SHORT_PRODUCTS", products)
         plan = plan_attention(make_layout(*arrays), CPU, multiple=arrays[0].size)
         out = plan.attend(0, [qkv], None)
         results.append((out, *torch.autograd.grad(out, qkv, grad)))
-        kinds = {type(part) for part in plan.parts(16)}
-        assert kinds == {UnitGroup if products else LongUnit}
+        works = {type(work) for work in plan.works(16)}
+        assert works == {PaddedGroups if products else LongGroup}
     for mine, theirs in zip(*results, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
 
@@ -316,33 +316,32 @@ def test_a_group_hides_tokens_that_no_query_sees():
     order[:, :30] = -1
     arrays = doc, order, np.zeros_like(doc)
     plan = plan_attention(make_layout(*arrays), CPU)
-    assert {call.keys for unit in plan.units for call in unit.calls} == {((30, 100),)}
+    assert {each.keys for group in plan.groups for each in group.query_ranges} == {((30, 100),)}
     assert_equals_reference(arrays, plan)
 
 
-def test_equal_documents_share_a_call_without_a_mask():
+def test_equal_documents_share_a_launch_without_a_mask():
     for recipe, is_causal in (("causal", True), ("masked_lm", False)):
         doc = np.zeros((5, 70), np.int32)
         order = np.tile(np.arange(70, dtype=np.int32), (5, 1)) if is_causal else np.zeros((5, 70), np.int32)
         plan = plan_attention(make_layout(doc, order, np.zeros_like(doc)), CPU)
-        (group,) = plan.parts(16)
-        assert group.queries.place.shape == (5, 70), recipe
-        assert (group.kind == attention_layout.CAUSAL) == is_causal and group.mask(plan, torch.float64)[
-            0
-        ] is None
+        (work,) = plan.works(16)
+        assert work._queries.index.shape == (5, 70), recipe
+        assert (work._mask_type == attention_layout.CAUSAL) == is_causal
+        assert work.mask(plan, torch.float64)[0] is None
         assert_equals_reference((doc, order, np.zeros_like(doc)), plan)
 
 
 @EACH
 def test_memory_grows_linearly_with_the_row_length(recipe):
-    """No call has more than BLOCK_ROWS rows and a mask, and what a plan holds is a few numbers per token."""
+    """No range has more than BLOCK_QUERIES queries and a mask, and what a plan holds is a few numbers per token."""
     sizes = []
     for sequence_length in (480, 1920):
         arrays = recipe_arrays(recipe, sequence_length, 1, 8)
         plan = plan_attention(make_layout(*arrays), CPU)
-        masked = [c for u in plan.units for c in u.calls if c.kind == attention_layout.MASKED]
-        rows = max((call.stop - call.start for call in masked), default=0)
-        assert rows <= attention_layout.BLOCK_ROWS
+        ranges = [each for group in plan.groups for each in group.query_ranges]
+        masked = [each.stop - each.start for each in ranges if each.mask == attention_layout.MASKED]
+        assert max(masked, default=0) <= attention_layout.BLOCK_QUERIES
         tensors = [x for x in vars(plan).values() if isinstance(x, torch.Tensor)]
         sizes.append(sum(x.numel() for x in tensors) / (plan.order >= 0).sum())
     assert sizes[0] == sizes[1] <= 5
@@ -352,16 +351,16 @@ def test_plans_save_no_masks_for_the_backward_pass():
     """Beside q, k, v and the output, a number for each row and head."""
     arrays = recipe_arrays(RECIPES["unilmv2"], 600, 1, 9)
     layout = make_layout(*arrays)
-    qkv = torch.stack(draw((len(layout.rows), 2, 8), count=3), dim=1).requires_grad_()
+    qkv = torch.stack(draw((len(layout.batch_index), 2, 8), count=3), dim=1).requires_grad_()
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
         plan = plan_attention(layout, CPU)
         plan.on_device([], CPU).attend(0, [qkv], None)
-    tokens = len(layout.rows)
+    tokens = len(layout.batch_index)
     assert sum(saved) <= 4 * tokens * 2 * 8 + tokens * 2
 
 
 def test_the_plan_is_the_reference_only_when_asked():
     arrays = recipe_arrays(RECIPES["bert"], 40, 2, 1)
     assert isinstance(plan_attention(make_layout(*arrays), CPU, "dense"), DensePlan)
-    assert isinstance(plan_attention(make_layout(*arrays), CPU), CallPlan)
+    assert isinstance(plan_attention(make_layout(*arrays), CPU), CpuPlan)

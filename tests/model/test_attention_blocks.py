@@ -79,7 +79,7 @@ def check_lists(arrays, block):
     assert not (partial & full).any()
     exact = np.zeros((blocks * block, blocks * block), bool)
     order = np.where(layout.key_time < 2**31, layout.key_time, -layout.query_bound - 1)
-    here = slice(0, len(layout.rows))
+    here = slice(0, len(layout.batch_index))
     exact[here, here] = allowed(layout.document, order, layout.grp)
     tiles = exact.reshape(blocks, block, blocks, block).swapaxes(1, 2)
     needed, complete = tiles.any((2, 3)), tiles.all((2, 3))

@@ -31,10 +31,15 @@ from megatron_lite.model.attention_backends import blocks
 from megatron_lite.model.attention_backends import layout as attention_layout
 from megatron_lite.model.attention_backends import window as windows
 from megatron_lite.model.attention_backends.blocks import BlockPlan, block_lists
-from megatron_lite.model.attention_backends.layout import MASKED, make_layout, make_units
-from megatron_lite.model.attention_backends.plan import CallPlan
+from megatron_lite.model.attention_backends.cpu_plan import CpuPlan
+from megatron_lite.model.attention_backends.layout import MASKED, make_document_groups, make_layout
 from megatron_lite.model.attention_backends.varlen import VarlenPlan
-from megatron_lite.model.attention_backends.window import LayeredPlan, near_keys, near_units, plan_layers
+from megatron_lite.model.attention_backends.window import (
+    LayeredPlan,
+    count_window_keys,
+    plan_layers,
+    window_groups,
+)
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.kernels import rule_attention, triton_attention
 
@@ -76,17 +81,18 @@ def test_the_rule_within_a_window_is_the_one_written_out(seed, window):
     expected = written_out(arrays, window)
     np.testing.assert_array_equal(mask_of(arrays, window).numpy(), expected)
     layout = make_layout(*arrays)
-    assert near_keys(layout, window).tolist() == expected.sum(2).ravel()[layout.rows].tolist()
+    assert count_window_keys(layout, window).tolist() == expected.sum(2).ravel()[layout.batch_index].tolist()
 
 
 @EACH
 @pytest.mark.parametrize("window", [1, 9])
 def test_the_keys_within_a_window_are_counted(recipe, window, monkeypatch):
-    monkeypatch.setattr(windows, "BLOCK_ROWS", 32)
+    monkeypatch.setattr(windows, "BLOCK_QUERIES", 32)
     arrays = local_arrays(recipe, 100, 3, 2)
     layout = make_layout(*arrays)
     assert (
-        near_keys(layout, window).tolist() == written_out(arrays, window).sum(2).ravel()[layout.rows].tolist()
+        count_window_keys(layout, window).tolist()
+        == written_out(arrays, window).sum(2).ravel()[layout.batch_index].tolist()
     )
 
 
@@ -105,12 +111,12 @@ def assert_equals_reference(arrays, plan, window, tolerance=1e-10):
 
 @pytest.fixture(params=["sizes of the code", "tiny sizes"])
 def block_sizes(request, monkeypatch):
-    """With tiny sizes, short rows go through every kind of call, and no units are computed in groups."""
+    """With tiny sizes, short rows go through every mask type, and no groups are computed together."""
     if request.param == "tiny sizes":
-        for name, value in (("BLOCK_ROWS", 7), ("JOINED_ROWS", 10), ("LEAST_FULL_ROWS", 2)):
+        for name, value in (("BLOCK_QUERIES", 7), ("JOINED_TOKENS", 10), ("LEAST_FULL_QUERIES", 2)):
             for module in (attention_layout, windows):
                 monkeypatch.setattr(module, name, value, raising=False)
-        monkeypatch.setattr("megatron_lite.model.attention_backends.plan.SHORT_PRODUCTS", 0)
+        monkeypatch.setattr("megatron_lite.model.attention_backends.cpu_plan.SHORT_PRODUCTS", 0)
 
 
 @EACH
@@ -118,7 +124,7 @@ def test_calls_of_local_layers_equal_softmax_over_the_rule(recipe, block_sizes):
     for seed, sequence_length, window in ((1, 40, 3), (2, 150, 12)):
         arrays = local_arrays(recipe, sequence_length, 3, seed)
         plan = plan_layers(make_layout(*arrays), CPU, "auto", 1, window, 3)
-        assert isinstance(plan, LayeredPlan) and isinstance(plan.near, CallPlan)
+        assert isinstance(plan, LayeredPlan) and isinstance(plan.local_plan, CpuPlan)
         assert_equals_reference(arrays, plan, window)
 
 
@@ -141,7 +147,7 @@ def test_dropout_of_local_layers_is_that_of_the_formula(recipe):
     arrays = local_arrays(recipe, 60, 2, 3)
     *qkv, _ = draw((*arrays[0].shape, 2, 8))
     outs = []
-    for kernel in ("calls", "dense"):
+    for kernel in ("cpu", "dense"):
         plan = plan_layers(make_layout(*arrays), CPU, kernel, 1, 5, 3)
         outs.append(attend(plan, qkv, dropout_of(arrays, 0.3, plan=plan), layer=1))
     torch.testing.assert_close(*outs, rtol=1e-10, atol=1e-10)
@@ -154,24 +160,24 @@ def test_kernels_of_cuda_compute_exactly_the_pairs_of_the_window(recipe, emulate
         arrays = local_arrays(recipe, 90, 3, seed)
         plan = plan_layers(make_layout(*arrays), CUDA, "auto", 64, window, 3)
         assert isinstance(plan, LayeredPlan) and len(plan.order) % 64 == 0
-        kind = type(plan.whole)
-        assert type(plan.near) is kind
+        kind = type(plan.global_plan)
+        assert type(plan.local_plan) is kind
         if recipe != "unilm":  # its documents from right to left have falling positions
             assert kind is (BlockPlan if recipe in SEVERAL_STRETCHES else VarlenPlan)
         if kind is VarlenPlan:
-            assert len(plan.near.calls) <= 2
+            assert len(plan.local_plan.launches) <= 2
             assert_equals_reference(arrays, plan, window)
             continue
-        assert (plan.near.order == plan.whole.order).all()
+        assert (plan.local_plan.order == plan.global_plan.order).all()
         seen = written_out(arrays, window).reshape(-1, arrays[0].shape[1])
-        rows, width = make_layout(*arrays).rows, arrays[0].shape[1]
+        rows, width = make_layout(*arrays).batch_index, arrays[0].shape[1]
         same = rows[:, None] // width == rows // width
         check_lists(make_layout(*arrays), window, same & seen[rows][:, rows % width])
 
 
 def check_lists(layout, window, seen, block=4):
     """Blocks that are left out hold no pair, full ones hold no other. Args: seen: bool [T, T] in the layout's order."""
-    blocks = -(-len(layout.rows) // block)
+    blocks = -(-len(layout.batch_index) // block)
     whole = np.zeros((blocks * block,) * 2, bool)
     whole[: len(seen), : len(seen)] = seen
     tiles = whole.reshape(blocks, block, blocks, block).swapaxes(1, 2)
@@ -212,11 +218,11 @@ def test_kernels_of_local_layers_equal_softmax_over_the_rule(name, monkeypatch):
             assert (mine - other).abs().max() <= 2e-6 * max(1.0, other.abs().max())
 
 
-def pairs_computed(units):
+def pairs_computed(groups):
     return sum(
-        (call.stop - call.start) * sum(stop - start for start, stop in call.keys)
-        for unit in units
-        for call in unit.calls
+        (each.stop - each.start) * sum(stop - start for start, stop in each.keys)
+        for group in groups
+        for each in group.query_ranges
     )
 
 
@@ -226,13 +232,13 @@ def test_memory_and_work_of_local_layers_grow_with_the_length():
     for tokens in (2048, 8192):
         zeros = np.zeros((1, tokens), np.int32)
         layout = make_layout(zeros, zeros, zeros, np.arange(tokens)[None])
-        units = near_units(layout, make_units(layout, square_causal_only=True), 64)
-        for call in itertools.chain(*(unit.calls for unit in units)):
-            assert call.kind == MASKED and call.stop - call.start <= 256
-            ((start, stop),) = call.keys
-            assert (start, stop) == (max(0, call.start - 64), min(tokens, call.stop + 64))
-        found[tokens] = pairs_computed(units)
-        assert near_keys(layout, 64).sum() == 129 * tokens - 64 * 65
+        groups = window_groups(layout, make_document_groups(layout, square_causal_only=True), 64)
+        for each in itertools.chain(*(group.query_ranges for group in groups)):
+            assert each.mask == MASKED and each.stop - each.start <= 256
+            ((start, stop),) = each.keys
+            assert (start, stop) == (max(0, each.start - 64), min(tokens, each.stop + 64))
+        found[tokens] = pairs_computed(groups)
+        assert count_window_keys(layout, 64).sum() == 129 * tokens - 64 * 65
     assert found[8192] < 4.14 * found[2048] and 21 < 8192**2 / found[8192] < 22
 
 
@@ -240,9 +246,9 @@ def test_short_documents_keep_their_calls():
     doc = np.repeat(np.arange(3), 65)[None].astype(np.int32)
     position = np.tile(np.arange(65), 3)[None]
     layout = make_layout(doc, doc * 0, doc * 0, position)
-    units = make_units(layout, square_causal_only=True)
-    assert near_units(layout, units, 64) == units
-    assert near_units(layout, units, 63) != units
+    groups = make_document_groups(layout, square_causal_only=True)
+    assert window_groups(layout, groups, 64) == groups
+    assert window_groups(layout, groups, 63) != groups
 
 
 def test_flops_count_what_local_layers_see():
@@ -273,7 +279,7 @@ def test_options_that_do_not_fit_are_refused_in_one_line(options, words):
 def test_cuda_has_no_window_in_fp32():
     doc = np.zeros((1, 20), np.int32)
     plan = plan_layers(make_layout(doc, doc, doc, np.arange(20)[None]), CUDA, "auto", 1, 4, 3)
-    assert plan.near.calls[0].window == 4 and plan.whole.calls[0].window == 0
+    assert plan.local_plan.launches[0].window == 4 and plan.global_plan.launches[0].window == 0
     qkv = draw((1, 20, 2, 8), torch.float32, 3)
     with pytest.raises(ConfigError, match=r"attention_window is 4 in fp32, .* training\.precision to bf16"):
         attend(plan, qkv, layer=1)

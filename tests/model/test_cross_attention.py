@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from support.attention import CPU, dropout_of, mask_of, random_arrays, recipe_arrays
 from support.recipes import RECIPES
 
-from megatron_lite.model.attention_backends.cross_attention import constant_length, plan_parts
+from megatron_lite.model.attention_backends.cpu_plan import CpuPlan, LongGroup, PaddedGroups
+from megatron_lite.model.attention_backends.cross_attention import constant_length, plan_encoder_decoder
 from megatron_lite.model.attention_backends.layout import make_layout
-from megatron_lite.model.attention_backends.plan import CallPlan, LongUnit, UnitGroup
 from megatron_lite.model.attention_backends.varlen import VarlenPlan
 from megatron_lite.model.kernels.dropout import salts
 
@@ -48,7 +48,7 @@ class Written:
         return torch.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
-def in_place(out, order, shape):
+def in_batch_order(out, order, shape):
     """[T, H, D] in the order of a plan -> [B, S, H, D]."""
     order = torch.from_numpy(order)
     whole = out.new_zeros(shape[0] * shape[1], *out.shape[1:])
@@ -79,12 +79,12 @@ def three(plan, inputs, shape, dropouts=(None, None, None)):
         (plan.decoder, decoder, inputs[1], dropouts[1]),
     ):
         packed = torch.stack([ordered(x, order) for x in qkv], dim=1)
-        outs.append(in_place(part.attend(0, [packed], dropout), order, shape))
+        outs.append(in_batch_order(part.attend(0, [packed], dropout), order, shape))
     q, k, v = inputs[2]
     key_value = torch.stack([ordered(x, encoder) for x in (k, v)], dim=1)
     out = plan.cross.attend(0, [ordered(q, decoder)[:, None], key_value], dropouts[2])
     assert out.shape == (plan.lengths[1], HEADS, SIZE)
-    return [*outs, in_place(out, decoder, shape)]
+    return [*outs, in_batch_order(out, decoder, shape)]
 
 
 def draw(shape, seed=0):
@@ -132,35 +132,37 @@ def _with_keys(dropout, arrays, order):
 def test_calls_on_cpu_equal_the_rule(name, products, monkeypatch):
     """In groups of short documents, and each document by itself."""
     if products is not None:
-        monkeypatch.setattr("megatron_lite.model.attention_backends.plan.SHORT_PRODUCTS", products)
+        monkeypatch.setattr("megatron_lite.model.attention_backends.cpu_plan.SHORT_PRODUCTS", products)
     for seed, sequence_length in ((1, 40), (2, 150)):
         arrays = arrays_of(name, sequence_length, seed=seed)
-        plan = plan_parts(make_layout(*arrays), CPU, multiple=16)
-        assert isinstance(plan.cross, CallPlan)
+        plan = plan_encoder_decoder(make_layout(*arrays), CPU, multiple=16)
+        assert isinstance(plan.cross, CpuPlan)
         expected = assert_equals_the_rule(arrays, plan)
         assert all(out.any() for out in expected)
-        kinds = {type(part) for part in plan.cross.parts(HEADS * SIZE)}
-        assert kinds == {UnitGroup if products is None else LongUnit}
+        works = {type(work) for work in plan.cross.works(HEADS * SIZE)}
+        assert works == {PaddedGroups if products is None else LongGroup}
 
 
 @EACH
 def test_long_documents_equal_the_rule(name):
     arrays = arrays_of(name, 900, 1, 5)
-    assert_equals_the_rule(arrays, plan_parts(make_layout(*arrays), CPU))
+    assert_equals_the_rule(arrays, plan_encoder_decoder(make_layout(*arrays), CPU))
 
 
 @EACH
-@pytest.mark.parametrize("kernel", ["calls", "dense"])
+@pytest.mark.parametrize("kernel", ["cpu", "dense"])
 def test_dropout_of_weights_is_that_of_the_formula(name, kernel):
     arrays = arrays_of(name)
-    multiple = 32 if kernel == "calls" else 1
-    assert_equals_the_rule(arrays, plan_parts(make_layout(*arrays), CPU, kernel, multiple), dropout=True)
+    multiple = 32 if kernel == "cpu" else 1
+    assert_equals_the_rule(
+        arrays, plan_encoder_decoder(make_layout(*arrays), CPU, kernel, multiple), dropout=True
+    )
 
 
 @EACH
 def test_the_dense_plans_equal_the_rule(name):
     arrays = arrays_of(name)
-    assert_equals_the_rule(arrays, plan_parts(make_layout(*arrays), CPU, "dense"))
+    assert_equals_the_rule(arrays, plan_encoder_decoder(make_layout(*arrays), CPU, "dense"))
 
 
 @EACH
@@ -168,7 +170,7 @@ def test_calls_for_cuda_equal_the_rule(name, emulated_kernel):
     """The kernel is written out in the test; its place, queries and keys are the product's."""
     for seed, multiple in ((4, 1), (5, 64)):
         arrays = arrays_of(name, seed=seed)
-        plan = plan_parts(make_layout(*arrays), CPU, "varlen", multiple)
+        plan = plan_encoder_decoder(make_layout(*arrays), CPU, "varlen", multiple)
         assert_equals_the_rule(arrays, plan)
         assert all(length % multiple == 0 for length in plan.lengths)
 
@@ -177,15 +179,15 @@ def test_calls_for_cuda_equal_the_rule(name, emulated_kernel):
 def test_on_cuda_each_part_is_a_call_without_a_mask(name):
     """A full one, a causal one, a rectangle for each document. Targets of one token are the causal call's own kind."""
     arrays = arrays_of(name, 200, 4, 6)
-    plan = plan_parts(make_layout(*arrays), torch.device("cuda"), multiple=64)
+    plan = plan_encoder_decoder(make_layout(*arrays), torch.device("cuda"), multiple=64)
     assert isinstance(plan.encoder, VarlenPlan) and isinstance(plan.decoder, VarlenPlan)
-    assert [call.causal for call in plan.encoder.calls] == [False]
-    assert any(call.causal for call in plan.decoder.calls) and len(plan.decoder.calls) <= 2
-    assert isinstance(plan.cross, VarlenPlan) and not len(plan.cross.hidden)
+    assert [launch.causal for launch in plan.encoder.launches] == [False]
+    assert any(launch.causal for launch in plan.decoder.launches) and len(plan.decoder.launches) <= 2
+    assert isinstance(plan.cross, VarlenPlan) and not len(plan.cross.zeroed)
     document, decoder = make_layout(*arrays).document, orders(plan)[1]
     with_targets = len(np.unique(document[make_layout(*arrays).is_target]))
-    assert len(plan.cross.calls[0].query_ends) - 1 == with_targets
-    assert plan.cross.calls[0].query_ends[-1] == len(decoder)
+    assert len(plan.cross.launches[0].query_ends) - 1 == with_targets
+    assert plan.cross.launches[0].query_ends[-1] == len(decoder)
 
 
 def test_mass_hides_the_fragment_from_the_decoder():
@@ -193,9 +195,9 @@ def test_mass_hides_the_fragment_from_the_decoder():
     doc = np.zeros((1, 6), np.int32)
     order = np.array([[0, -1, -1, 0, 1, 2]], np.int32)
     grp = np.array([[1, 1, 1, 1, 0, 0]], np.int32)
-    plan = plan_parts(make_layout(doc, order, grp), CPU)
+    plan = plan_encoder_decoder(make_layout(doc, order, grp), CPU)
     assert orders(plan)[0].tolist() == [1, 2, 0, 3] and orders(plan)[1].tolist() == [4, 5]
-    (found,) = plan.cross.units
+    (found,) = plan.cross.groups
     assert (found.start, found.stop, found.keys) == (0, 2, (2, 4))
 
 
@@ -204,25 +206,25 @@ def test_cross_calls_serve_any_contexts_and_targets(seed):
     """Documents in several stretches, contexts without targets, and targets without a context, which see nothing."""
     doc, order, _ = random_arrays(seed)
     arrays = doc, order.clip(min=0), np.zeros_like(doc)
-    assert_equals_the_rule(arrays, plan_parts(make_layout(*arrays), CPU))
+    assert_equals_the_rule(arrays, plan_encoder_decoder(make_layout(*arrays), CPU))
 
 
 def test_targets_without_a_context_give_zeros_on_cuda(emulated_kernel):
     doc = np.array([[0, 0, 0, 1, 1, 2, 2, -1]], np.int32)
     order = np.array([[0, 1, 2, 1, 2, 0, 1, 0]], np.int32)
     arrays = doc, order, np.zeros_like(doc)
-    plan = plan_parts(make_layout(*arrays), CPU, "varlen", 8)
-    assert orders(plan)[1][plan.cross.hidden].tolist() == [3, 4]
+    plan = plan_encoder_decoder(make_layout(*arrays), CPU, "varlen", 8)
+    assert orders(plan)[1][plan.cross.zeroed].tolist() == [3, 4]
     assert_equals_the_rule(arrays, plan)
 
 
-@pytest.mark.parametrize("kernel", ["calls", "dense", "varlen"])
+@pytest.mark.parametrize("kernel", ["cpu", "dense", "varlen"])
 @pytest.mark.parametrize("which", ["padding", "contexts", "targets"])
 def test_a_part_may_be_empty(kernel, which, emulated_kernel):
     doc = np.full((2, 5), -1 if which == "padding" else 0, np.int32)
     order = np.tile(np.arange(1, 6, dtype=np.int32), (2, 1)) if which == "targets" else np.zeros_like(doc)
     arrays = doc, order, np.zeros_like(doc)
-    assert_equals_the_rule(arrays, plan_parts(make_layout(*arrays), CPU, kernel))
+    assert_equals_the_rule(arrays, plan_encoder_decoder(make_layout(*arrays), CPU, kernel))
 
 
 @EACH
@@ -232,7 +234,7 @@ def test_all_batches_of_a_shape_may_have_one_length(name):
     for seed, multiple in itertools.product(range(4), (1, 8)):
         arrays = arrays_of(name, 60, 2, seed)
         length = constant_length(arrays[0].size, multiple)
-        plan = plan_parts(make_layout(*arrays), CPU, multiple=multiple, length=length)
+        plan = plan_encoder_decoder(make_layout(*arrays), CPU, multiple=multiple, length=length)
         assert len(plan.order) == sum(plan.lengths) == length
         parts.add(plan.lengths)
     assert len(parts) > 1
@@ -240,14 +242,14 @@ def test_all_batches_of_a_shape_may_have_one_length(name):
         doc = np.full((2, 5), fill, np.int32)
         for order in (np.zeros_like(doc), np.ones_like(doc)):
             layout = make_layout(doc, order, np.zeros_like(doc))
-            plan = plan_parts(layout, CPU, multiple=4, length=constant_length(10, 4))
+            plan = plan_encoder_decoder(layout, CPU, multiple=4, length=constant_length(10, 4))
             assert min(plan.lengths) >= 1 and sum(plan.lengths) == 16 and plan.lengths[0] % 4 == 0
 
 
 def test_cross_attention_drops_by_the_salt_of_its_layer():
     """Another layer drops other weights."""
     arrays = arrays_of("t5")
-    plan = plan_parts(make_layout(*arrays), CPU)
+    plan = plan_encoder_decoder(make_layout(*arrays), CPU)
     (_, _, (q, k, v)), _ = draw(arrays[0].shape)
     whole = dropout_of(arrays, 0.3, plan=plan)
     parent = replace(whole.parent, salts=torch.from_numpy(salts(2)))

@@ -8,7 +8,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.model import loss as lm_loss
 from megatron_lite.model.init import initialize_parameters
-from megatron_lite.model.loss import Terms, loss_logits, row_losses
+from megatron_lite.model.loss import LossTerms, loss_logits, prediction_losses
 from megatron_lite.model.transformer import GLM
 
 
@@ -51,10 +51,12 @@ def test_shards_of_the_vocabulary_equal_fp64(dtype, first, valid):
     logits = (5 * torch.randn(30, 11, generator=generator)).to(dtype)
     targets = torch.randint(0, 22, (30,), generator=generator).int()
     grad = torch.rand(30, generator=generator)
-    log_sums, _ = lm_loss._sums_by_torch(logits, targets, first, valid)
+    log_sums, _ = lm_loss._log_sums_by_torch(logits, targets, first, valid)
     assert (log_sums == -torch.inf).all() == (valid == 0)
     copy = logits.clone()
-    lm_loss._gradient_by_torch(copy, targets, log_sums if valid else torch.zeros(30), grad, first, valid)
+    lm_loss._write_gradient_by_torch(
+        copy, targets, log_sums if valid else torch.zeros(30), grad, first, valid
+    )
     assert not copy[:, valid:].any()
     if valid:
         exact = logits[:, :valid].double().requires_grad_()
@@ -87,7 +89,7 @@ def test_z_loss_over_shards_of_the_vocabulary_equals_torch(smoothing):
     expected = expected + 0.01 * real.logsumexp(-1).square()
     (expected_grad,) = torch.autograd.grad((expected * weights).sum(), real)
     (losses, first), (_, last) = run_ranks(
-        losses_of_a_shard, 2, logits, targets, weights, Terms(smoothing, 11, 0.01),
+        losses_of_a_shard, 2, logits, targets, weights, LossTerms(smoothing, 11, 0.01),
         parallel=ParallelConfig(tensor_parallel_size=2),
     )  # fmt: skip
     # fp32 with another order of summation.
@@ -161,7 +163,7 @@ def test_the_loss_of_some_rows_of_logits_at_a_time_equals_torch(options, smoothi
     expected = expected + z_loss * logits.logsumexp(-1).square()
     with Largest() as largest:
         given = loss_logits(heads, vectors, words, borders), vectors.new_zeros(0, 2), targets, words
-        losses = row_losses(*given, Terms(smoothing, 40, z_loss) if smoothing else None)
+        losses = prediction_losses(*given, LossTerms(smoothing, 40, z_loss) if smoothing else None)
         found = torch.autograd.grad((losses * weights).sum(), (vectors, *used))
     torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)  # fp32 beside fp64
     for ours, reference in zip(found, torch.autograd.grad((expected * weights).sum(), exact), strict=True):

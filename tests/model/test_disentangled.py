@@ -12,7 +12,7 @@ from data_utils.common.settings import build
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention_choice import attention_kernel, dense_reason
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.disentangled import bucket_line
+from megatron_lite.model.disentangled import distance_buckets
 from megatron_lite.model.flops import step_flops
 from megatron_lite.model.kernels import fused
 from megatron_lite.model.micro_batch import MicroBatch
@@ -26,13 +26,13 @@ def test_buckets_are_those_of_the_class_of_transformers(buckets, positions):
     distance = torch.arange(-5 * positions, 5 * positions + 1)
     theirs = make_log_bucket_position(distance, buckets, positions).long() if buckets else distance
     most = buckets or positions
-    line = bucket_line(buckets, positions, CPU)
+    line = distance_buckets(buckets, positions, CPU)
     found = line[distance.clamp(-2 * positions, 2 * positions) + 2 * positions]
     assert torch.equal(found, (theirs + most).clamp(0, 2 * most - 1))
     assert found.min() == 0 and found.max() == 2 * most - 1
 
 
-@pytest.mark.parametrize("kernel", ["dense", "calls"])
+@pytest.mark.parametrize("kernel", ["dense", "cpu"])
 @pytest.mark.parametrize("own", [False, True])
 def test_packed_documents_are_those_that_are_alone(own, kernel):
     """Loss and every gradient; the second document is twice as long as the longest distance of its own bucket."""

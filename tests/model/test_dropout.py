@@ -11,14 +11,14 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.kernels.dropout import (
-    PLACES,
+    SITES,
     Dropout,
     drop,
+    hash_pairs,
     hashed,
+    is_kept,
     keep_features,
-    pairs_formula,
     salts,
-    stays,
     token_keys,
 )
 from megatron_lite.model.micro_batch import MicroBatch
@@ -37,12 +37,12 @@ def test_compiled_loops_equal_the_formula_in_torch(p):
     ours = keep_features(KEYS, SALTS[3, 2], 64, p)
     golden = np.uint32(0x9E3779B9).view(np.int32).item()
     features = torch.arange(64, dtype=torch.int32) * golden
-    assert torch.equal(ours, stays(hashed((KEYS ^ SALTS[3, 2])[:, None] + features), p))
+    assert torch.equal(ours, is_kept(hashed((KEYS ^ SALTS[3, 2])[:, None] + features), p))
     dropout = Dropout(KEYS, SALTS, 0, first_head=2).attention(p, 5)
     pairs = dropout.keep(KEYS[:70], KEYS[50:150], 3)
     heads = torch.arange(2, 5, dtype=torch.int32)[:, None, None]
-    hashes = pairs_formula(KEYS[None, :70, None], KEYS[None, None, 50:150], dropout.salt, heads)
-    assert torch.equal(pairs, stays(hashes, p))
+    hashes = hash_pairs(KEYS[None, :70, None], KEYS[None, None, 50:150], dropout.salt, heads)
+    assert torch.equal(pairs, is_kept(hashes, p))
 
 
 def test_golden_values():
@@ -110,7 +110,7 @@ def test_hidden_adds_the_residual_and_passes_gradients_where_elements_stay(dtype
     generator = torch.Generator().manual_seed(0)
     x, residual, grad = (torch.randn(4000, 8, generator=generator).to(dtype) for _ in range(3))
     x.requires_grad_(), residual.requires_grad_()
-    kept = keep_features(KEYS, SALTS[1, PLACES.index("attended")], 8, 0.25)
+    kept = keep_features(KEYS, SALTS[1, SITES.index("attended")], 8, 0.25)
     dropout = Dropout(KEYS, SALTS, 0).features(0.25, 1, "attended")
     out = drop(x, residual, dropout)
     expected = residual.double() + x.double() * kept / 0.75

@@ -37,7 +37,9 @@ FIXED = ("t5", "roberta", "causal")  # GLM's pair of calls, a full one, a causal
 
 def fixed_plan(name, seed, length=256):
     arrays = recipe_arrays(RECIPES[name], 60, 4, seed)
-    return arrays, plan_attention(make_layout(*arrays), CPU, "varlen", length).fixed(arrays[0].shape[1])
+    return arrays, plan_attention(make_layout(*arrays), CPU, "varlen", length).with_fixed_shapes(
+        arrays[0].shape[1]
+    )
 
 
 @pytest.mark.parametrize("name", FIXED)
@@ -46,7 +48,7 @@ def test_plans_of_fixed_shapes_equal_softmax_over_the_rule(name, emulated_kernel
     shapes: dict[str, set[str]] = {}  # by the numbers of sequences
     for seed in (4, 6):
         arrays, plan = fixed_plan(name, seed)
-        assert plan.is_fixed and len(plan.order) == 256
+        assert plan.has_fixed_shapes and len(plan.order) == 256
         *qkv, grad = draw((*arrays[0].shape, 2, 8), torch.float32)
         qkv = [x.requires_grad_() for x in qkv]
         with interpreted_kernels():
@@ -55,9 +57,12 @@ def test_plans_of_fixed_shapes_equal_softmax_over_the_rule(name, emulated_kernel
             gradients = (torch.autograd.grad(out, qkv, grad) for out in (ours, expected))
             for mine, theirs in zip(*gradients, strict=True):
                 torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
-        calls = [replace(call, gathered=0, place=0, query_ends=0, key_ends=0) for call in plan.calls]
-        counts = str([len(call.query_ends) for call in plan.calls])
-        shapes.setdefault(counts, set()).add(str(([array.shape for array in plan.arrays()], calls)))
+        launches = [
+            replace(launch, gathered=0, gathered_index=0, query_ends=0, key_ends=0)
+            for launch in plan.launches
+        ]
+        counts = str([len(launch.query_ends) for launch in plan.launches])
+        shapes.setdefault(counts, set()).add(str(([array.shape for array in plan.arrays()], launches)))
     assert len(shapes) < 3 and {len(found) for found in shapes.values()} == {1}
 
 
@@ -65,7 +70,7 @@ def test_plans_of_fixed_shapes_equal_softmax_over_the_rule(name, emulated_kernel
 def test_plans_that_cannot_be_fixed_stay(name):
     """Tokens that see nothing; keys of both calls gathered."""
     _, plan = fixed_plan(name, 1)
-    assert not plan.is_fixed
+    assert not plan.has_fixed_shapes
 
 
 CONFIG = ModelConfig(
@@ -94,7 +99,7 @@ class Trained:
         for block in model.layers:
             block.accumulate_gradients(self.take)
             if has_graphs:
-                block.fused = self.graphs.put(block.fused)
+                block.fused = self.graphs.add_to(block.fused)
         model.layers[-1].mlp.dense_4h_to_h.bias.register_post_accumulate_grad_hook(
             lambda parameter: self.bucket.add_gradient(parameter)
         )
@@ -162,7 +167,7 @@ def test_blocks_as_graphs_equal_blocks_without(steps, objective, positions):
     ours, theirs, blocks = steps(objective, positions=positions)
     assert all(len(block.passes) >= 1 for block in blocks)
     # The memory that they keep, as it is estimated: the first block returns no gradient of x.
-    kept = {id(result): result for pair in blocks[0].graphs.kept.values() for result in pair}
+    kept = {id(result): result for pair in blocks[0].graphs.results.values() for result in pair}
     hidden = LENGTH * CONFIG.hidden_size * len(blocks[0].passes)
     assert sum(result.numel() for result in kept.values()) == (graphs.RESULTS * len(blocks) - 2) * hidden
     for mine, other in zip(ours, theirs, strict=True):
@@ -173,13 +178,13 @@ def test_blocks_as_graphs_equal_blocks_without(steps, objective, positions):
 @pytest.mark.parametrize("what", ["inputs are not copied", "sums begin twice", "angles stay"])
 def test_what_is_stale_is_found(steps, monkeypatch, what):
     if what == "angles stay":
-        settled = graphs.BlockGraphs.settled
+        with_fixed_angles = graphs.BlockGraphs.with_fixed_angles
 
-        def stale(self, form):
-            self.turning = form.cos if self.angles else None
-            return settled(self, form)
+        def stale(self, transform):
+            self.copied_cos = transform.cos if self.angles else None
+            return with_fixed_angles(self, transform)
 
-        monkeypatch.setattr(graphs.BlockGraphs, "settled", stale)
+        monkeypatch.setattr(graphs.BlockGraphs, "with_fixed_angles", stale)
     elif what == "sums begin twice":
         monkeypatch.setattr(Trained, "is_accumulated", lambda self, parameter: False)
     else:

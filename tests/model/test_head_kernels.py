@@ -16,9 +16,9 @@ from data_utils.common.batch_fields import ID_FIELDS
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.kernels import fused
 from megatron_lite.model.kernels import qkv_heads as heads
-from megatron_lite.model.kernels.qkv_heads import HeadForm
+from megatron_lite.model.kernels.qkv_heads import HeadTransform
 from megatron_lite.model.norms import HeadNorms
-from megatron_lite.model.rope import Rotary, spread
+from megatron_lite.model.rope import Rotary, prepare_qkv
 from megatron_lite.model.tensor_parallel import TensorParallel
 
 # Tokens, heads of queries, of keys, size of a head, features that are turned, whether heads are normed, factor
@@ -43,35 +43,35 @@ def angles_of(tokens, turned):
 
 
 def case(name, dtype=torch.float32):
-    """Heads, the form, and how many heads of queries."""
+    """Heads, the transform, and how many heads of queries."""
     tokens, queries, keys, size, turned, normed, factor = FORMS[name]
     scales = [draw(size, seed=seed, dtype=dtype) if normed else None for seed in (1, 2)]
-    form = HeadForm(*angles_of(tokens, turned), *scales, 1e-5, keys, factor)
-    return draw(tokens, queries + 2 * keys, size, dtype=dtype), form, queries
+    transform = HeadTransform(*angles_of(tokens, turned), *scales, 1e-5, keys, factor)
+    return draw(tokens, queries + 2 * keys, size, dtype=dtype), transform, queries
 
 
-def defined(x, form):
+def defined(x, transform):
     """Results of the operators by their definition: [T, H + 2 K, D] -> [T, 3, H, D]."""
-    keys, queries = form.key_heads, x.shape[1] - 2 * form.key_heads
+    keys, queries = transform.key_heads, x.shape[1] - 2 * transform.key_heads
     parts = list(x.split([queries, keys, keys], dim=1))
-    for i, scale in enumerate((form.query_scale, form.key_scale)):
+    for i, scale in enumerate((transform.query_scale, transform.key_scale)):
         if scale is not None:
-            parts[i] = F.rms_norm(parts[i], scale.shape, scale, form.epsilon)
-        if form.cos is not None:
-            turned = 2 * form.cos.shape[-1]
+            parts[i] = F.rms_norm(parts[i], scale.shape, scale, transform.epsilon)
+        if transform.cos is not None:
+            turned = 2 * transform.cos.shape[-1]
             pairs = torch.view_as_complex(parts[i][..., :turned].unflatten(-1, (-1, 2)).contiguous())
-            turn = torch.complex(form.cos.double(), form.sin.double())
+            turn = torch.complex(transform.cos.double(), transform.sin.double())
             parts[i] = torch.cat([torch.view_as_real(pairs * turn).flatten(-2), parts[i][..., turned:]], -1)
     repeated = [part.repeat_interleave(queries // part.shape[1], 1) for part in parts]
-    return torch.stack([repeated[0] * form.factor, *repeated[1:]], dim=1)
+    return torch.stack([repeated[0] * transform.factor, *repeated[1:]], dim=1)
 
 
-def wide(x, form):
-    """The same in fp64, to be differentiated: the heads, the form, and what learns."""
+def wide(x, transform):
+    """The same in fp64, to be differentiated: the heads, the transform, and what learns."""
     x = x.double().requires_grad_()
-    scales = [scale if scale is None else scale.double().requires_grad_() for scale in form[2:4]]
+    scales = [scale if scale is None else scale.double().requires_grad_() for scale in transform[2:4]]
     learnt = [x, *(scale for scale in scales if scale is not None)]
-    return x, form._replace(query_scale=scales[0], key_scale=scales[1]), learnt
+    return x, transform._replace(query_scale=scales[0], key_scale=scales[1]), learnt
 
 
 def assert_close(mine, other, dtype=torch.float32):
@@ -91,11 +91,11 @@ def kernels():
 @pytest.mark.parametrize("name", FORMS)
 def test_operands_and_their_gradients(monkeypatch, name, dtype):
     monkeypatch.setattr(heads, "_PROGRAMS", 3)
-    x, form, _ = case(name, dtype)
-    scales = [None if scale is None else scale.requires_grad_() for scale in form[2:4]]
-    out = heads.Spread.apply(x.requires_grad_(), *scales, form)
-    x_wide, form_wide, learnt = wide(x.detach(), form)
-    expected = defined(x_wide, form_wide)
+    x, transform, _ = case(name, dtype)
+    scales = [None if scale is None else scale.requires_grad_() for scale in transform[2:4]]
+    out = heads.ExpandHeads.apply(x.requires_grad_(), *scales, transform)
+    x_wide, transform_wide, learnt = wide(x.detach(), transform)
+    expected = defined(x_wide, transform_wide)
     assert_close(out, expected, dtype)
     grad = draw(*out.shape, seed=3, dtype=dtype)
     found = torch.autograd.grad(out, [x, *(scale for scale in scales if scale is not None)], grad)
@@ -107,7 +107,7 @@ def test_operands_and_their_gradients(monkeypatch, name, dtype):
 @pytest.mark.parametrize("name", ["all features", "a factor alone"])
 def test_gradients_as_attention_leaves_them(name, queries, first_key, keys):
     """Gradients of some queries and of a slice of the keys; the others have none."""
-    x, form, count = case(name)
+    x, transform, count = case(name)
     tokens, _, size = x.shape
     queries, keys = min(queries, tokens), min(keys, tokens - first_key)
     parts = [draw(rows, count, size, seed=seed) for seed, rows in enumerate((queries, keys, keys))]
@@ -115,21 +115,21 @@ def test_gradients_as_attention_leaves_them(name, queries, first_key, keys):
     whole[:queries, 0] = parts[0]
     for part in (1, 2):
         whole[first_key : first_key + keys, part] = parts[part]
-    found, sums = heads.gather_heads_kernel(*parts, first_key, None, *form, tokens)
-    x, form, learnt = wide(x, form)
-    (expected,) = torch.autograd.grad(defined(x, form), learnt, whole)
+    found, sums = heads.gather_heads_kernel(*parts, first_key, None, *transform, tokens)
+    x, transform, learnt = wide(x, transform)
+    (expected,) = torch.autograd.grad(defined(x, transform), learnt, whole)
     assert_close(found, expected)
     assert not len(sums)
 
 
 @DTYPES
 def test_turns_in_place_and_back(dtype):
-    x, form, _ = case("more rows than a program has", dtype)
+    x, transform, _ = case("more rows than a program has", dtype)
     packed = x.clone().view(len(x), 3, 3, -1)
-    heads.turn_heads_kernel(packed, form.cos, form.sin, False)
-    assert_close(packed, defined(x.double(), form), dtype)
+    heads.rotate_heads_kernel(packed, transform.cos, transform.sin, False)
+    assert_close(packed, defined(x.double(), transform), dtype)
     assert torch.equal(packed[:, 2], x[:, 6:]), "values stay"
-    heads.turn_heads_kernel(packed, form.cos, form.sin, True)
+    heads.rotate_heads_kernel(packed, transform.cos, transform.sin, True)
     assert_close(packed.flatten(1, 2), x.double(), dtype)
 
 
@@ -159,7 +159,7 @@ def test_a_model_computes_the_same_with_and_without_kernels(monkeypatch, options
     learnt = [x, *([] if norms is None else norms.parameters())]
 
     def run():
-        out = spread(x, config.key_value_heads, rotary, norms, config.query_factor)
+        out = prepare_qkv(x, config.key_value_heads, rotary, norms, config.query_factor)
         return [out, *torch.autograd.grad(out, learnt, draw(*out.shape, seed=4))]
 
     ours = run()
@@ -170,27 +170,29 @@ def test_a_model_computes_the_same_with_and_without_kernels(monkeypatch, options
 
 def test_no_rows():
     for name in FORMS:
-        x, form, count = case(name)
-        none = form._replace(**{key: None if form.cos is None else form.cos[:0] for key in ("cos", "sin")})
+        x, transform, count = case(name)
+        none = transform._replace(
+            **{key: None if transform.cos is None else transform.cos[:0] for key in ("cos", "sin")}
+        )
         x = x[:0].requires_grad_()
-        scales = [None if scale is None else scale.requires_grad_() for scale in form[2:4]]
-        out = heads.Spread.apply(x, *scales, none)
+        scales = [None if scale is None else scale.requires_grad_() for scale in transform[2:4]]
+        out = heads.ExpandHeads.apply(x, *scales, none)
         assert out.shape == (0, 3, count, x.shape[2])
         learnt = [x, *(scale for scale in scales if scale is not None)]
         for gradient, tensor in zip(torch.autograd.grad(out.sum(), learnt), learnt, strict=True):
             assert gradient.shape == tensor.shape and gradient.eq(0).all()
-        if form.cos is not None:
-            heads.turn_heads_kernel(out.detach(), none.cos, none.sin, False)
+        if transform.cos is not None:
+            heads.rotate_heads_kernel(out.detach(), none.cos, none.sin, False)
 
 
 def test_heads_with_gaps_are_refused():
-    x, form, _ = case("all features")
+    x, transform, _ = case("all features")
     packed = x.view(11, 3, 3, 8)
     gaps = x.transpose(0, 1).contiguous().transpose(0, 1)
     for call in (
-        lambda: heads.spread_heads_kernel(gaps, *form),
-        lambda: heads.turn_heads_kernel(gaps.view(11, 3, 3, 8), form.cos, form.sin, False),
-        lambda: heads.gather_heads_kernel(packed[:, 0], packed[:, 1], packed[:, 2], 0, None, *form, 11),
+        lambda: heads.expand_heads_kernel(gaps, *transform),
+        lambda: heads.rotate_heads_kernel(gaps.view(11, 3, 3, 8), transform.cos, transform.sin, False),
+        lambda: heads.gather_heads_kernel(packed[:, 0], packed[:, 1], packed[:, 2], 0, None, *transform, 11),
     ):
         with pytest.raises(ValueError, match="needs contiguous tensors"):
             call()

@@ -26,10 +26,10 @@ from megatron_lite.model.kernels import sums as sums_module
 from megatron_lite.model.kernels.dropout import (
     FeatureDropout,
     drop,
-    features_formula,
+    hash_features,
+    is_kept,
     keep_features,
     salts,
-    stays,
     token_keys,
 )
 
@@ -149,7 +149,7 @@ def test_a_norm_whose_sum_nobody_uses():
 
 @pytest.mark.parametrize("programs", [1, 4, 7, 11])
 def test_more_tokens_than_programs_and_a_wide_row(monkeypatch, programs):
-    monkeypatch.setattr(sums_module, "programs_of", lambda width, device: programs)
+    monkeypatch.setattr(sums_module, "most_programs", lambda width, device: programs)
     tokens, width = 11, 1100
     inputs = hidden, gain, shift = draw(tokens, width), draw(width, seed=3), draw(width, seed=4)
     ours = fused.add_and_normalize(hidden, None, None, None, gain, shift, 1e-5)
@@ -219,11 +219,11 @@ def test_cross_entropy_of_a_shard(dtype, first, valid):
     targets = torch.tensor([0, 4199, 4200, 8299, 8300, 9000, 17], dtype=torch.int32)
     grad = torch.rand(rows, generator=torch.Generator().manual_seed(1))
     ours = cross_entropy_kernels.log_sums_kernel(logits, targets, first, valid)
-    theirs = loss_module._sums_by_torch(logits, targets, first, valid)
+    theirs = loss_module._log_sums_by_torch(logits, targets, first, valid)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
     written = logits.clone(), logits.clone()
     cross_entropy_kernels.write_gradient_kernel(written[0], targets, theirs[0], grad, first, valid)
-    loss_module._gradient_by_torch(written[1], targets, theirs[0], grad, first, valid)
+    loss_module._write_gradient_by_torch(written[1], targets, theirs[0], grad, first, valid)
     assert_close(written[:1], written[1:], dtype)
 
 
@@ -232,7 +232,7 @@ def test_cross_entropy_of_a_shard(dtype, first, valid):
 )
 @pytest.mark.parametrize("programs", [7, 1000])
 def test_gradients_of_a_pair_of_calls(monkeypatch, first, second, keys, tokens, first_key, programs):
-    monkeypatch.setattr(sums_module, "programs_of", lambda width, device: programs)
+    monkeypatch.setattr(sums_module, "most_programs", lambda width, device: programs)
     generator = torch.Generator().manual_seed(0)
     gathered = torch.randperm(tokens, generator=generator)[:keys]
     place = torch.full((tokens,), -1, dtype=torch.int32)
@@ -269,7 +269,7 @@ def test_programs_follow_the_width_and_the_processors():
 
 
 # Bytes of a thread that spill on an A100, whose kernels keep operands of products in registers.
-SPILLS = {80: {"_add_norm_backward": 4, "_of_queries": 28, "_of_keys": 88}, 90: {}, 100: {}}
+SPILLS = {80: {"_add_norm_backward": 4, "_query_grads": 28, "_key_grads": 88}, 90: {}, 100: {}}
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def test_kernels_compile_for_gpus_and_fit_into_registers(gpu, is_short):
     assert len(found) == (12 + 3 * 3 + 4 if is_short else 3 * 24 + 3 * 3 + 2 * 4)
     assert {name for name, *_ in found} == {
         "_activate", "_activate_backward", "_add_norm", "_add_norm_backward", "_finish_sums", "_join_pair",
-        "_log_sums", "_write_gradient", "_attend", "_of_queries", "_of_keys", "_spread", "_gather",
+        "_log_sums", "_write_gradient", "_attend", "_query_grads", "_key_grads", "_expand", "_gather",
     }  # fmt: skip
     assert [line for line in found if line[-1] > SPILLS[gpu].get(line[0], 0)] == []
 
@@ -359,5 +359,5 @@ def test_torch_computes_instead(monkeypatch):
 def test_torch_drops_what_kernels_drop(p):
     """The formula that a GPU computes with torch's operators, beside the compiled one of the CPU."""
     dropout = dropout_of(p)
-    formula = stays(features_formula(dropout.keys, dropout.salt, WIDTH), p)
+    formula = is_kept(hash_features(dropout.keys, dropout.salt, WIDTH), p)
     assert torch.equal(formula, keep_features(dropout.keys, dropout.salt, WIDTH, p))

@@ -89,7 +89,7 @@ def test_parameter_count_is_the_modules():
 
 def test_plans_give_the_same_loss_and_gradients():
     model, batch = make(), prefix_batch(0)
-    dense, prefix = gradients(model, batch, "dense"), gradients(model, batch, "calls")
+    dense, prefix = gradients(model, batch, "dense"), gradients(model, batch, "cpu")
     # fp32, sums in another order.
     torch.testing.assert_close(dense[0], prefix[0], rtol=1e-6, atol=0)
     for a, b in zip(dense[2], prefix[2], strict=True):
@@ -103,7 +103,7 @@ def test_every_objective_gives_the_same_with_and_without_padding(recipe, emulate
     model = make(dataclasses.replace(CONFIG, vocab_size=4096)).double()
     model.num_losses = len(LOSS_NAMES)
     results = []
-    kernels = [("dense", 1), ("calls", 1), ("calls", 256)]
+    kernels = [("dense", 1), ("cpu", 1), ("cpu", 256)]
     kernels += [] if recipe.name == "unilmv2" else [("varlen", 256)]
     for kernel, multiple in kernels:
         inputs = MicroBatch.from_batch(Batch(batch), CPU, model.config, kernel=kernel, multiple=multiple)

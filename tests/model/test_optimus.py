@@ -146,7 +146,7 @@ def dense_reference(model, config, decoded, z):
     return cross_entropy(logits, torch.tensor([*decoded, 4]), reduction="sum")
 
 
-@pytest.mark.parametrize("kernel", ["calls", "dense"])
+@pytest.mark.parametrize("kernel", ["cpu", "dense"])
 def test_the_slot_is_a_key_and_value_before_the_tokens(kernel):
     config, model = built()
     sentences = random_sentences(3, 2, 3)

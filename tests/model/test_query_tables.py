@@ -26,8 +26,8 @@ from megatron_lite.model.attention_backends.plan import plan_attention
 from megatron_lite.model.attention_backends.tables import (
     MOST_SEGMENTS,
     segment_columns,
-    segment_places,
-    vectors_of,
+    segment_slots,
+    vector_count,
 )
 from megatron_lite.model.attention_choice import attention_kernel, dense_reason
 from megatron_lite.model.batch import Batch
@@ -159,7 +159,7 @@ def test_no_tokens():
 
 def test_each_difference_names_a_distance_and_whether_segments_differ():
     longest = 5
-    places, segments = segment_places(longest, CPU), torch.arange(MOST_SEGMENTS + 3, dtype=torch.int32)
+    places, segments = segment_slots(longest, CPU), torch.arange(MOST_SEGMENTS + 3, dtype=torch.int32)
     for apart in range(-longest, longest + 1):
         columns = torch.zeros(5, len(segments), dtype=torch.int32)
         columns[4] = max(0, apart)
@@ -169,7 +169,7 @@ def test_each_difference_names_a_distance_and_whether_segments_differ():
         found = places[(of_keys[None] - of_queries[:, None]) + len(places) // 2]
         known = segments.clamp(max=MOST_SEGMENTS - 1)
         differ = known[None] != known[:, None]
-        assert torch.equal(found, (apart + longest + vectors_of(longest) * differ).int())
+        assert torch.equal(found, (apart + longest + vector_count(longest) * differ).int())
 
 
 @pytest.mark.parametrize("recompute", ["none", pytest.param("selective", marks=pytest.mark.slow)])
@@ -196,7 +196,7 @@ def test_a_model_equals_its_dense_reference(recompute):
 
 def test_what_the_kernel_cannot_take_is_dense_and_said_once(caplog):
     """Keys of one position; positions beyond the row. Queries that no token sees may share one with a key."""
-    tables._say_slow.cache_clear()
+    tables._warn_slow.cache_clear()
     repeated = recipe_arrays(RECIPES["unilmv2"], 40, 2, 1, FIELDS[:4])
     streams = recipe_arrays(RECIPES["xlnet"], 40, 2, 1, FIELDS[:4])
     far = (*streams[:3], streams[3] + streams[3].shape[1])

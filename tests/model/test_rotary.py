@@ -15,8 +15,8 @@ from megatron_lite.model.flops import parameter_count, step_flops
 from megatron_lite.model.forward_context import ForwardContext
 from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.kernels.fused import activated
-from megatron_lite.model.micro_batch import MicroBatch
-from megatron_lite.model.rope import Rotary, spread
+from megatron_lite.model.micro_batch import ID_FIELDS, MicroBatch
+from megatron_lite.model.rope import Rotary, prepare_qkv
 from megatron_lite.model.tensor_parallel import TensorParallel
 from megatron_lite.model.transformer import GLM
 from megatron_lite.parallel.collectives import Group
@@ -37,7 +37,7 @@ def ids(positions, block_positions):
 def test_pairs_of_features_are_turned_by_their_angle():
     rotary = Rotary.of(CONFIG, ids([0, 3, 5], [0, 0, 2]))
     heads = torch.randn(3, 2, 8, dtype=torch.float64).float()
-    turned = rotary.turn(heads)
+    turned = rotary.rotate(heads)
     assert torch.equal(turned[..., 4:], heads[..., 4:]) and torch.equal(turned[0], heads[0])
     for token, position in enumerate((0, 3, 7)):
         for pair in range(2):
@@ -52,7 +52,7 @@ def test_scores_depend_on_distances_only():
     heads = torch.randn(6, 1, 8)
     scores = []
     for first in (0, 40):
-        x = Rotary.of(CONFIG, ids(range(first, first + 6), [0] * 6)).turn(heads)[:, 0]
+        x = Rotary.of(CONFIG, ids(range(first, first + 6), [0] * 6)).rotate(heads)[:, 0]
         scores.append(x @ x.T)
     torch.testing.assert_close(*scores, rtol=1e-5, atol=1e-5)
 
@@ -70,11 +70,11 @@ def test_halves_are_turned_by_one_position_each():
     heads = torch.randn(3, 4, 8)
     text, span = [7, 7, 9], [0, 3, 2]
     both = [
-        Rotary.of(narrow, ids(places, [0] * 3)).turn(half)
+        Rotary.of(narrow, ids(places, [0] * 3)).rotate(half)
         for places, half in zip((text, span), heads.split(4, -1), strict=True)
     ]
     torch.testing.assert_close(
-        Rotary.of(config, ids(text, span)).turn(heads), torch.cat(both, dim=-1), rtol=0, atol=0
+        Rotary.of(config, ids(text, span)).rotate(heads), torch.cat(both, dim=-1), rtol=0, atol=0
     )
 
 
@@ -141,7 +141,7 @@ def test_shared_keys_are_those_of_a_model_that_repeats_their_weights():
 
 def test_without_the_options_nothing_is_copied():
     heads = torch.randn(5, 12, 8)
-    assert spread(heads, 4, None) is heads
+    assert prepare_qkv(heads, 4, None) is heads
 
 
 @pytest.mark.parametrize("activation", ["gelu_tanh", "gelu_erf", "relu", "silu"])

@@ -24,7 +24,7 @@ from megatron_lite.model.attention_backends.plan import plan_attention
 from megatron_lite.model.attention_backends.tables import TableBias
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.kernels import fused, rule_attention, triton_attention
-from megatron_lite.model.kernels.rule_attention import MOST_ROWS, SUMMED, table_places
+from megatron_lite.model.kernels.rule_attention import MOST_VECTORS, SUMMED, table_slots
 from megatron_lite.model.micro_batch import MicroBatch
 
 HEADS, ROWS = 2, 6
@@ -63,7 +63,7 @@ def by_kernels(arrays, qkv, vectors, rows, dropout=None):
     padded = torch.where(order[:, None, None, None] >= 0, qkv[order.clamp(min=0)], 3.0)
     if dropout is not None:
         dropout = dropout_of(arrays[:3], dropout.p, seed=5, plan=plan)
-    out = plan.attend(0, [padded], dropout, TableBias(vectors, table_places(rows)))
+    out = plan.attend(0, [padded], dropout, TableBias(vectors, table_slots(rows)))
     return torch.zeros_like(qkv[:, 0]).index_copy(0, order[order >= 0], out[order >= 0])
 
 
@@ -89,7 +89,7 @@ def rows_of(length, kind):
     """The row of each distance from -length on: few share one, and their gradients have turns, or very many do."""
     distance = torch.arange(-length, length + 1)
     rows = (distance + length) // 14 if kind == "few share" else (distance + 3).clamp(0, ROWS - 1)
-    turns = table_places(rows) // MOST_ROWS
+    turns = table_slots(rows) // MOST_VECTORS
     assert rows.max() < ROWS and (turns == SUMMED).any() == (kind == "most share") and turns.any()
     return rows
 
@@ -119,7 +119,7 @@ def test_no_tokens():
     plan = plan_attention(make_layout(nothing, nothing * 0, nothing * 0), CPU, "tables", multiple=8)
     plan.on_device([torch.from_numpy(x) for x in plan.arrays()], CPU)
     qkv, vectors = draw((8, 3, 2, 8), torch.float32, 1)[0], torch.ones(2, ROWS, 2, 8, requires_grad=True)
-    out = plan.attend(0, [qkv], None, TableBias(vectors, table_places(rows_of(8, "few share"))))
+    out = plan.attend(0, [qkv], None, TableBias(vectors, table_slots(rows_of(8, "few share"))))
     out.sum().backward()
     assert not out.any() and not vectors.grad.any()
 
@@ -134,7 +134,7 @@ def test_tables_with_gaps_are_refused():
             columns,
             lists,
             None,
-            table_places(rows_of(8, "few share")),
+            table_slots(rows_of(8, "few share")),
             [table, table],
             None,
             None,
@@ -146,9 +146,9 @@ def test_tables_with_gaps_are_refused():
 
 def test_places_name_a_turn_for_each_distance_of_a_row():
     rows = torch.tensor([2, 2, 2, 0, 1, 1, *[3] * 40])
-    found = table_places(rows)
-    assert torch.equal(found % MOST_ROWS, rows.int())
-    turns = (found // MOST_ROWS).tolist()
+    found = table_slots(rows)
+    assert torch.equal(found % MOST_VECTORS, rows.int())
+    turns = (found // MOST_VECTORS).tolist()
     assert turns == [1, 2, 3, 0, 1, 2, *[SUMMED] * 40]
 
 
@@ -176,7 +176,7 @@ def test_a_model_equals_its_dense_reference(own):
 
 def test_documents_that_repeat_a_position_take_the_dense_plan_and_say_so_once(caplog):
     arrays = recipe_arrays(RECIPES["unilmv2"], 40, 2, 1, (DOC, ORD, GRP, POSITION_IDS))
-    tables._say_slow.cache_clear()
+    tables._warn_slow.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert isinstance(plan_attention(make_layout(*arrays), CPU, "tables"), DensePlan)

@@ -15,7 +15,7 @@ from megatron_lite.config.tree import Config
 from megatron_lite.engine.plain import make_engine
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.init import initialize_parameters
-from megatron_lite.model.loss import Terms, cross_entropy
+from megatron_lite.model.loss import LossTerms, cross_entropy
 from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.model.predictions import row_scores
 from megatron_lite.model.transformer import GLM
@@ -191,7 +191,7 @@ def test_label_smoothing_equals_torch(smoothing):
     weights = torch.rand(7, generator=generator)
     expected = F.cross_entropy(logits[:, :11], targets, reduction="none", label_smoothing=smoothing)
     (expected_grad,) = torch.autograd.grad((expected * weights).sum(), logits)
-    ours = cross_entropy(logits * 1.0, targets, valid=11, terms=Terms(smoothing, 11))
+    ours = cross_entropy(logits * 1.0, targets, valid=11, terms=LossTerms(smoothing, 11))
     (grad,) = torch.autograd.grad((ours * weights).sum(), logits)
     torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(grad, expected_grad, rtol=1e-6, atol=1e-6)

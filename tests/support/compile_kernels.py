@@ -54,10 +54,10 @@ def heads(size, dtype):
         torch.zeros(size, dtype=dtype),
     )
     form = angles, angles, scale, scale, 1e-5, 2, 0.5
-    packed = heads.spread_heads_kernel(given, *form)
+    packed = heads.expand_heads_kernel(given, *form)
     for grads in ((packed, None, None), [packed[:, 0].contiguous()] * 3):
         heads.gather_heads_kernel(*grads, 0, given, *form, 64)
-    heads.turn_heads_kernel(packed, angles, angles, True)
+    heads.rotate_heads_kernel(packed, angles, angles, True)
 
 
 def attention(size=64, tokens=128, longest=64):

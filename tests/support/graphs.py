@@ -13,7 +13,7 @@ from megatron_lite.model import loss as lm_loss
 from megatron_lite.model.attention_backends import varlen
 from megatron_lite.model.kernels import fused
 from megatron_lite.model.kernels import qkv_heads as kernels_of_heads
-from megatron_lite.model.kernels.dropout import drop, features_formula, stays
+from megatron_lite.model.kernels.dropout import drop, hash_features, is_kept
 from megatron_lite.model.kernels.varlen_kernels import VarlenKernel
 from megatron_lite.model.rope import Rotary
 
@@ -126,7 +126,7 @@ FORMS = {"gelu_tanh": "tanh", "gelu_erf": "none"}
 
 
 def _kept(x, keys, salt, p):
-    return torch.where(stays(features_formula(keys, salt, x.shape[1]), p), x / (1.0 - p), 0.0) if p else x
+    return torch.where(is_kept(hash_features(keys, salt, x.shape[1]), p), x / (1.0 - p), 0.0) if p else x
 
 
 def add_norm_kernel(x, x_bias, keys, salt, p, hidden, weight, bias, epsilon, centered):
@@ -175,9 +175,9 @@ def join_pair_kernel(dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, first_key, place, borde
     return total, total.flatten(1).sum(0, keepdim=True)
 
 
-def turn_heads_kernel(heads, cos, sin, back):
+def rotate_heads_kernel(heads, cos, sin, back):
     turning = heads[:, :2].flatten(1, 2)
-    heads[:, :2].copy_(Rotary(cos, -sin if back else sin).turn(turning).view_as(heads[:, :2]))
+    heads[:, :2].copy_(Rotary(cos, -sin if back else sin).rotate(turning).view_as(heads[:, :2]))
 
 
 def by_torch(monkeypatch):
@@ -185,11 +185,9 @@ def by_torch(monkeypatch):
     for name in ("add_norm", "add_norm_backward", "activate", "activate_backward", "finish_sums"):
         monkeypatch.setattr(fused_block, f"{name}_kernel", globals()[f"{name}_kernel"])
     for module in (fused_block, kernels_of_heads):
-        monkeypatch.setattr(module, "turn_heads_kernel", turn_heads_kernel)
+        monkeypatch.setattr(module, "rotate_heads_kernel", rotate_heads_kernel)
     monkeypatch.setattr(varlen, "join_pair_kernel", join_pair_kernel)
-    monkeypatch.setattr(
-        lm_loss, "_functions", lambda logits: (lm_loss._sums_by_torch, lm_loss._gradient_by_torch)
-    )
+    monkeypatch.setattr(lm_loss, "has_kernels", lambda logits: False)
     monkeypatch.setattr(
         fused_block, "dropout_add", lambda x, residual, dropout, bias: drop(x + bias, residual, dropout)
     )

@@ -80,7 +80,7 @@ def cases() -> Iterator[tuple[str, str, tuple[Any, ...], int, int]]:
     packed = bf(ROWS, 3, 16, 64)
     for name, scales in (("", (None, None)), ("_normed", (scale, scale))):
         form, given = (angles, angles, *scales, 1e-5, 16, 1.0), packed.view(ROWS, 48, 64)
-        yield f"spread_heads{name}", "spread_heads", (given, *form, packed), 32, 1
+        yield f"expand_heads{name}", "expand_heads", (given, *form, packed), 32, 1
         back = heads, heads, heads, 0, given, *form, ROWS, given, fp(4 if name else 0, 128)
         yield f"gather_heads{name}", "gather_heads", back, 16, 34 if name else 1
     yield (

@@ -104,7 +104,7 @@ def decays(name: str) -> bool:
 def blocks(parameter: nn.Parameter, values: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors of a fused parameter, without rows of padding."""
     partition = partition_of(parameter)
-    yield from values[: partition.rows].split(partition.part_rows(len(values[: partition.rows])))
+    yield from values[: partition.rows].split(partition.block_rows(len(values[: partition.rows])))
 
 
 class Plain:

@@ -51,11 +51,11 @@ GRADIENTS = (
     Plant(
         "gradient of the final norm differs on tensor-parallel ranks under sequence parallelism",
         "megatron_lite/model/lm_head.py",
-        "hidden = gather_tokens(hidden, self.parallel.group)\n        rows",
+        "hidden = gather_tokens(hidden, self.parallel.group)\n        vectors",
         "rows_of_all = gather_tokens(hidden, self.parallel.group)\n"
         "            own = rows_of_all * 0\n"
         "            own[self.parallel.group.rank :: self.parallel.group.size] = 1\n"
-        "            hidden = rows_of_all * own + (rows_of_all * (1 - own)).detach()\n        rows",
+        "            hidden = rows_of_all * own + (rows_of_all * (1 - own)).detach()\n        vectors",
         (f"{PARITY}[2x1x1]",),
         "NVIDIA/Megatron-LM#1446",
     ),
@@ -227,9 +227,9 @@ DROPOUT = (
     Plant(
         "recomputation draws other dropout than the forward pass",
         "megatron_lite/model/kernels/dropout.py",
-        "        return FeatureDropout(self.keys, int(salts(len(self.salts) - 1)[layer, PLACES.index(place)]), p)",
+        "        return FeatureDropout(self.keys, int(salts(len(self.salts) - 1)[layer, SITES.index(site)]), p)",
         "        seen = self.__dict__.setdefault('seen', [])\n        seen.append(place)\n"
-        "        salt = int(salts(len(self.salts) - 1)[layer, PLACES.index(place)])\n"
+        "        salt = int(salts(len(self.salts) - 1)[layer, SITES.index(site)])\n"
         "        return FeatureDropout(self.keys, salt ^ len(seen), p)",
         (
             "tests/train/test_parity.py::test_recomputation_repeats_dropout_bit_for_bit"
@@ -294,7 +294,7 @@ SAMPLES = (
     Plant(
         "Q, K and V cut as one matrix when a checkpoint changes its tensor-parallel size",
         "megatron_lite/checkpoint/shard_slices.py",
-        "bounds = [0, *accumulate(partition.part_rows(rows))] if partition.dim == 0 else [0, rows]",
+        "bounds = [0, *accumulate(partition.block_rows(rows))] if partition.dim == 0 else [0, rows]",
         "bounds = [0, rows]",
         ("tests/checkpoint/test_checkpoint.py::test_state_is_bit_equal_on_any_layout",),
         "predibase/lorax#120",
@@ -319,8 +319,8 @@ ROWS = (
     Plant(
         "attention across the documents of a row",
         "megatron_lite/model/attention_backends/layout.py",
-        "document = rows // doc.shape[1] * (flat_doc.max(initial=0) + 1) + flat_doc[rows]",
-        "document = rows // doc.shape[1]",
+        "document = batch_index // doc.shape[1] * (flat_doc.max(initial=0) + 1) + flat_doc[batch_index]",
+        "document = batch_index // doc.shape[1]",
         (VIEWS,),
         "axolotl-ai-cloud/axolotl#3796",
     ),

@@ -20,15 +20,15 @@ POSITIONS = (
     Plant(
         "queries of buckets without the factor of queries",
         "megatron_lite/model/disentangled.py",
-        "of_queries * (self.factor * scale)",
-        "of_queries * scale",
+        "position_queries * (self.factor * scale)",
+        "position_queries * scale",
         (CLASS,),
     ),
     Plant(
         "the gradient of buckets is that of a rank's own heads",
         "megatron_lite/model/disentangled.py",
-        "PositionRows(self.parallel.copy(rows), tuple(places))",
-        "PositionRows(rows, tuple(places))",
+        "PositionVectors(self.parallel.copy(vectors), tuple(buckets))",
+        "PositionVectors(vectors, tuple(buckets))",
         (LAYOUTS,),
     ),
     Plant(

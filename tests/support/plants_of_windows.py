@@ -17,15 +17,15 @@ WINDOWS = (
     Plant(
         "local layers see all, and global ones what is near",
         "megatron_lite/model/attention_backends/window.py",
-        "self.near if layer % self.global_every else self.whole",
-        "self.whole if layer % self.global_every else self.near",
+        "self.local_plan if layer % self.global_every else self.global_plan",
+        "self.global_plan if layer % self.global_every else self.local_plan",
         (f"{WINDOW}::test_calls_of_local_layers_equal_softmax_over_the_rule",),
     ),
     Plant(
         "calls of local layers lack the last keys of their blocks",
         "megatron_lite/model/attention_backends/window.py",
-        "(of_keys <= of_queries.max() + window)",
-        "(of_keys <= of_queries.max())",
+        "last = query_positions.max() + window",
+        "last = query_positions.max()",
         (f"{WINDOW}::test_calls_of_local_layers_equal_softmax_over_the_rule",),
     ),
     Plant(

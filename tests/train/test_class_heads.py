@@ -304,7 +304,7 @@ def test_a_small_model_reads_order_and_distance(name, best):
             optimizer.step()
             continue
         with torch.no_grad():
-            _, classes = model._row_logits(model._hidden(batch), batch)
+            _, classes = model._logits_and_classes(model._hidden(batch), batch)
         labels = batch.targets[-len(classes) :]
         right.append((classes.argmax(1) == labels).float().mean().item())
         assert (batch.loss_positions.objectives[-len(classes) :] == number).all()

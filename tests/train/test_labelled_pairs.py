@@ -199,7 +199,7 @@ def loss_after(steps, told, size):
             optimizer.step()
             continue
         with torch.no_grad():
-            _, classes = model._row_logits(model._hidden(batch), batch)
+            _, classes = model._logits_and_classes(model._hidden(batch), batch)
         labels = batch.targets[-len(classes) :]
         assert (batch.loss_positions.objectives[-len(classes) :] == number).all()
         losses.append(torch.nn.functional.cross_entropy(classes[:, :3], labels.long()).item())

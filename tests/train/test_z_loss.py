@@ -40,7 +40,7 @@ def by_hand() -> tuple[torch.Tensor, torch.Tensor]:
     batch, _ = parity.micro_batch(case, 0, 0, case.num_samples)
     data = MicroBatch.from_batch(batch, torch.device("cpu"), model.config)
     with torch.no_grad():
-        logits = model._row_logits(model._hidden(data), data)[0][:, :VOCAB_SIZE].double()
+        logits = model._logits_and_classes(model._hidden(data), data)[0][:, :VOCAB_SIZE].double()
     z = FACTOR * logits.logsumexp(-1).square()
     trained = F.cross_entropy(logits, data.targets.long(), reduction="none", label_smoothing=SMOOTHING)
     evaluated = F.cross_entropy(logits, data.targets.long(), reduction="none")

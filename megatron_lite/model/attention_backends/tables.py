@@ -1,8 +1,10 @@
 """A bias of scores by the distance of two tokens that depends on the query, or on the query and the key, on CUDA.
 
-They meet vectors of distances: their products are tables, of which the kernels that evaluate the rule read a number of
-each for each pair, and whose gradients they write. Tables are made again in the backward pass, so that no layer keeps
-one. Shapes: T tokens, H heads of this rank, D head size, N vectors, S the longest distance of two tokens.
+There is a vector for each distance, or several distances share one. The products of all queries (keys) with all
+vectors are a table, from which the kernels that evaluate the rule read one number for each pair, and whose gradient
+they write. Tables are made again in the backward pass, so that no layer keeps one.
+
+Shapes: T tokens, H heads of this rank, D head size, N vectors, S the longest distance of two tokens.
 """
 
 from __future__ import annotations
@@ -10,18 +12,15 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
+from megatron_lite.model.attention_backends.blocks import BlockPlan, KernelBias, RuleAttention
+from megatron_lite.model.attention_backends.interface import AttentionFunction
 from megatron_lite.model.attention_backends.layout import NEVER, Layout
-from megatron_lite.model.kernels.rule_attention import (
-    MOST_ROWS,
-    rule_attention_kernel,
-    rule_attention_keys_kernel,
-    rule_attention_queries_kernel,
-)
+from megatron_lite.model.kernels.dropout import AttentionDropout
+from megatron_lite.model.kernels.rule_attention import MOST_VECTORS
 
 log = logging.getLogger(__name__)
 
@@ -29,96 +28,111 @@ MOST_SEGMENTS = 16  # that a QueryBias tells apart
 
 
 @dataclass(frozen=True)
-class TableBias:
+class TableBias(KernelBias):
     """A query's product with a vector of the distance, and a key's with another."""
 
-    vectors: torch.Tensor  # [2, N, H, D]: those that queries meet, and those that keys meet
-    places: torch.Tensor  # int32 [2 S + 1]: `table_places` of each distance, key less query
+    vectors: torch.Tensor  # [2, N, H, D]: for the products with queries, and with keys
+    slots: torch.Tensor  # int32 [2 S + 1]: `table_slots` of each distance, key less query
 
-    def attend(self, qkv: torch.Tensor, plan: Any, drawn: tuple[Any, ...]) -> torch.Tensor:
-        """Args: qkv: [T, 3, H, D]. plan: a BlockPlan. drawn: keys, salt, probability and first head of dropout."""
-        return _Attend.apply(TableBias, plan, plan.columns, self.places, drawn, qkv, self.vectors)
+    def attend(self, qkv: torch.Tensor, plan: BlockPlan, dropout: AttentionDropout | None) -> torch.Tensor:
+        return AttentionFunction.apply(_TableAttention(plan, dropout, self.slots), qkv, self.vectors)
 
-    @staticmethod
-    def factors(qkv: torch.Tensor, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The operands of the products that are tables."""
+
+class _TableAttention(RuleAttention):
+    """Args: slots: of TableBias."""
+
+    def __init__(self, plan: BlockPlan, dropout: AttentionDropout | None, slots: torch.Tensor):
+        super().__init__(plan, dropout)
+        self.buckets = slots
+
+    def factors(self, qkv, *operands):  # type: ignore[no-untyped-def]
+        (vectors,) = operands
         return qkv, vectors
 
-    @staticmethod
-    def tables(qkv: torch.Tensor, vectors: torch.Tensor) -> list[torch.Tensor]:
-        """[H, T, N] each."""
+    def tables(self, *factors):  # type: ignore[no-untyped-def]
+        """Of queries and of keys, [H, T, N] each."""
+        qkv, vectors = factors
         heads = qkv.permute(1, 2, 0, 3)  # [3, H, T, D]
-        return [heads[i] @ of_heads.permute(1, 2, 0) for i, of_heads in enumerate(vectors)]
+        return [heads[i] @ per_head.permute(1, 2, 0) for i, per_head in enumerate(vectors)]
 
-    @staticmethod
-    def gradients(
-        d_tables: list[torch.Tensor], d_qkv: torch.Tensor, qkv: torch.Tensor, vectors: torch.Tensor
-    ) -> tuple[torch.Tensor]:
+    def operand_grads(self, grad_tables, sums, grad_qkv, *factors):  # type: ignore[no-untyped-def]
         """The gradient of the vectors. Adds to that of queries and keys."""
-        d_vectors = torch.empty_like(vectors)
-        for i, d_table in enumerate(d_tables):
-            d_qkv[:, i].add_((d_table @ vectors[i].transpose(0, 1)).transpose(0, 1))
-            d_vectors[i] = (d_table.mT @ qkv[:, i].transpose(0, 1)).transpose(0, 1)
-        return (d_vectors,)
+        qkv, vectors = factors
+        grad_vectors = torch.empty_like(vectors)
+        for i, grad_table in enumerate(grad_tables):
+            grad_qkv[:, i].add_((grad_table @ vectors[i].transpose(0, 1)).transpose(0, 1))
+            grad_vectors[i] = (grad_table.mT @ qkv[:, i].transpose(0, 1)).transpose(0, 1)
+        return (grad_vectors,)
 
 
 @dataclass(frozen=True)
-class QueryBias:
-    """A query's product with a vector of the distance, and a number of whether the segments differ; own queries."""
+class QueryBias(KernelBias):
+    """A query's product with a vector of the distance, and a number of whether the segments differ.
+
+    The queries of these products are not those of attention.
+    """
 
     columns: torch.Tensor  # int32 [5, T], see `segment_columns`
     queries: torch.Tensor  # [T, H, D]
-    vectors: torch.Tensor  # [N, H, D], of each distance, query less key, from -S on; N is `vectors_of`
+    vectors: torch.Tensor  # [N, H, D], of each distance, query less key, from -S on; N is `vector_count`
     segments: torch.Tensor  # [T, H, 2]: of the same segment, of another
     longest: int  # S
 
-    def attend(self, qkv: torch.Tensor, plan: Any, drawn: tuple[Any, ...]) -> torch.Tensor:
-        """Attention with this bias. Args: as for TableBias."""
-        places = segment_places(self.longest, qkv.device)
-        operands = self.queries, self.vectors, self.segments
-        return _Attend.apply(QueryBias, plan, self.columns, places, drawn, qkv, *operands)
+    def attend(self, qkv: torch.Tensor, plan: BlockPlan, dropout: AttentionDropout | None) -> torch.Tensor:
+        slots = segment_slots(self.longest, qkv.device)
+        kernels = _QueryTableAttention(plan, dropout, self.columns, slots)
+        return AttentionFunction.apply(kernels, qkv, self.queries, self.vectors, self.segments)
 
-    @staticmethod
-    def factors(
-        qkv: torch.Tensor, queries: torch.Tensor, vectors: torch.Tensor, segments: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+
+class _QueryTableAttention(RuleAttention):
+    """Args: columns: of QueryBias. slots: `segment_slots`."""
+
+    def __init__(
+        self, plan: BlockPlan, dropout: AttentionDropout | None, columns: torch.Tensor, slots: torch.Tensor
+    ):
+        super().__init__(plan, dropout)
+        self.columns, self.buckets = columns, slots
+
+    def factors(self, qkv, *operands):  # type: ignore[no-untyped-def]
         """[H, T, D + 8] and [H, 2 N, D + 8]: of distances in the same segment, then in another."""
-        marks = _marks(queries.dtype, queries.device)
-        # One product gives both terms: D features meet the vector of the distance, one of two more the segment's
+        queries, vectors, segments = operands
+        marks = _segment_marks(queries.dtype, queries.device)
+        # One product gives both terms: D features meet the vector of the distance, one of two others the segment's
         # number.
         left = torch.cat([queries, segments, marks[0, :, :, 2:].expand(*segments.shape[:2], -1)], 2)
         both = vectors.expand(2, *vectors.shape), marks.expand(-1, *vectors.shape[:2], -1)
         return left.transpose(0, 1), torch.cat(both, 3).flatten(0, 1).transpose(0, 1)
 
-    @staticmethod
-    def tables(left: torch.Tensor, right: torch.Tensor) -> list[torch.Tensor]:
+    def tables(self, *factors):  # type: ignore[no-untyped-def]
         """One, [H, T, 2 N]."""
+        left, right = factors
         return [left @ right.mT]
 
-    @staticmethod
-    def gradients(
-        d_tables: list[torch.Tensor], d_qkv: torch.Tensor, left: torch.Tensor, right: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def operand_grads(self, grad_tables, sums, grad_qkv, *factors):  # type: ignore[no-untyped-def]
         """The gradients of queries, vectors and segments."""
-        # The transposed product gives the gradients of all three parts, which are cut apart here.
-        d_left, size = (d_tables[0] @ right).transpose(0, 1), left.shape[2] - 8
-        same, other = (d_tables[0].mT @ left)[..., :size].transpose(0, 1).chunk(2)
-        return d_left[..., :size], same + other, d_left[..., size : size + 2]
+        left, right = factors
+        # One product gives the gradient of all columns of `left`: queries, segments and marks.
+        grad_left, size = (grad_tables[0] @ right).transpose(0, 1), left.shape[2] - 8
+        same, other = (grad_tables[0].mT @ left)[..., :size].transpose(0, 1).chunk(2)
+        return grad_left[..., :size], same + other, grad_left[..., size : size + 2]
 
 
 @functools.lru_cache(maxsize=8)
-def _marks(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Which of the numbers of segments counts, for both, [2, 1, 1, 8]; products are fast by eights."""
+def _segment_marks(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Which of the two numbers of segments counts, in the same segment and in another: [2, 1, 1, 8], mostly zeros.
+
+    Eight columns instead of two: products are fast where widths are multiples of eight.
+    """
     return torch.eye(2, 8, dtype=dtype, device=device).view(2, 1, 1, 8)
 
 
-def vectors_of(longest: int) -> int:
-    """Vectors of a QueryBias: one for each distance up to the longest in both directions, filled up to eights."""
+def vector_count(longest: int) -> int:
+    """Vectors of a QueryBias: one for each distance up to the longest in both directions, to a multiple of eight."""
     return -(-(2 * longest + 1) // 8) * 8
 
 
 def segment_columns(columns: torch.Tensor, segments: torch.Tensor, longest: int) -> torch.Tensor:
-    """A plan's columns, whose differences of positions tell those of segments, see `segment_places`.
+    """A plan's columns, whose differences of positions tell those of segments, see `segment_slots`.
 
     Args: segments: int [T]; from MOST_SEGMENTS - 1 on all are one. longest: S, which no distance exceeds.
     """
@@ -129,10 +143,10 @@ def segment_columns(columns: torch.Tensor, segments: torch.Tensor, longest: int)
 
 
 @functools.lru_cache(maxsize=8)
-def segment_places(longest: int, device: torch.device) -> torch.Tensor:
+def segment_slots(longest: int, device: torch.device) -> torch.Tensor:
     """The column of the table of a QueryBias that each difference has, key less query, int32.
 
-    A difference is a distance and 2 S + 1 times that of the segments. Columns have one turn (`table_places`): the keys
+    A difference is a distance and 2 S + 1 times that of the segments. Columns have one turn (`table_slots`): the keys
     of a query have positions of their own.
     """
     # Wider than any distance, so that a difference tells distance and segments apart.
@@ -141,60 +155,33 @@ def segment_places(longest: int, device: torch.device) -> torch.Tensor:
     difference = torch.arange(-most, most + 1)
     segments = torch.div(difference + longest, width, rounding_mode="floor")
     distance = difference - segments * width
-    return (longest - distance + vectors_of(longest) * (segments != 0)).int().to(device)
+    return (longest - distance + vector_count(longest) * (segments != 0)).int().to(device)
 
 
-def has_positions_apart(layout: Layout, of_keys: bool = False) -> bool:
-    """Whether no two tokens of a document have one position; if some have, it is said once.
+def has_distinct_positions(layout: Layout, visible_only: bool = False) -> bool:
+    """Whether no two tokens of a document have one position; the first time that some have, a warning is logged.
 
-    The kernels need it: each token that a query sees gives its own part of a table's gradient.
+    The kernels need it: each token that a query sees adds its own term to a table's gradient.
 
-    Args: of_keys: only those that some token sees, and none beyond the row's length, see QueryBias.
+    Args: visible_only: compare only tokens that some token sees, and require positions up to the row's length, for a
+        QueryBias.
     """
-    if of_keys:
+    if visible_only:
         longest = layout.shape[1]
-        if 2 * vectors_of(longest) > MOST_ROWS or layout.position.max(initial=0) > longest:
-            _say_slow("a row has more distances than a table")
+        if 2 * vector_count(longest) > MOST_VECTORS or layout.position.max(initial=0) > longest:
+            _warn_slow("a row has more distances than a table")
             return False
-        layout = layout.part((layout.key_time < NEVER) | (layout.grp != 0))
+        layout = layout.subset((layout.key_time < NEVER) | (layout.grp != 0))
     order = np.lexsort((layout.position, layout.document))
     is_same = (np.diff(layout.document[order]) == 0) & (np.diff(layout.position[order]) == 0)
     if is_same.any():
-        _say_slow("a document has two tokens of one position")
+        _warn_slow("a document has two tokens of one position")
     return not is_same.any()
 
 
 @functools.cache
-def _say_slow(reason: str) -> None:
+def _warn_slow(reason: str) -> None:
     log.warning(
         f"{reason}: attention computes all pairs of tokens of such a batch's rows, and keeps a number for each, since "
         "the kernel of relative positions needs positions that differ, of at most the row's length."
     )
-
-
-class _Attend(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, kind, plan, columns, places, drawn, qkv, *operands):  # type: ignore[no-untyped-def]
-        # Not saved for the backward pass: [H, T, N] of each layer would be most of the memory of attention.
-        tables = kind.tables(*kind.factors(qkv, *operands))
-        out, log_sums = rule_attention_kernel(qkv, columns, plan.lists, None, places, tables, *drawn, 0)
-        ctx.save_for_backward(columns, places, out, log_sums, qkv, *operands)
-        ctx.kind, ctx.plan, ctx.drawn = kind, plan, drawn
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad):  # type: ignore[no-untyped-def]
-        columns, places, out, log_sums, qkv, *operands = ctx.saved_tensors
-        plan, grad, factors = ctx.plan, grad.contiguous(), ctx.kind.factors(qkv, *operands)
-        tables = ctx.kind.tables(*factors)
-        rest = None, places, tables, *ctx.drawn, 0
-        # Zeros: the kernels write a number only where a visible pair has that distance.
-        d_tables = [torch.zeros(table.shape, dtype=table.dtype, device=table.device) for table in tables]
-        given = d_tables, grad, qkv, out, log_sums, columns, plan.lists, *rest
-        d_qkv, products = rule_attention_queries_kernel(*given)
-        rule_attention_keys_kernel(
-            d_qkv, d_tables, grad, qkv, log_sums, products, columns, plan.key_lists, *rest
-        )
-        # The tables are freed before the products below allocate theirs.
-        del tables, rest, given
-        return *[None] * 5, d_qkv, *ctx.kind.gradients(d_tables, d_qkv, *factors)

@@ -1,6 +1,7 @@
 """Operators of the cross entropy on a GPU, see fused.py. Its kernels are in triton_cross_entropy.py.
 
-Shapes: K rows, V columns of a rank's vocabulary.
+Shapes: K predictions, V columns of a rank's vocabulary. `first` is the global id of its first column, `valid` its
+columns that are no padding.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from megatron_lite.model.kernels.fused import operator
 def log_sums(
     logits: torch.Tensor, targets: torch.Tensor, first: int, valid: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-sum-exp of each row, and the target's logit, 0 if another rank has it: both fp32 [K]."""
-    sums, picked = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(2))
-    return sums, picked
+    """Log-sum-exp of logits [K, V], and the target's logit, 0 if another rank has it: both fp32 [K]."""
+    sums, target_logits = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(2))
+    return sums, target_logits
 
 
 def write_gradient(
@@ -26,7 +27,7 @@ def write_gradient(
     first: int,
     valid: int,
 ) -> None:
-    """Turns logits into the gradient of sum(grad * cross entropy)."""
+    """Overwrites logits [K, V] by the gradient of sum(grad * cross entropy). Args: sums: fp32 [K], from `log_sums`."""
 
 
 log_sums_kernel = operator(log_sums, module="triton_cross_entropy")

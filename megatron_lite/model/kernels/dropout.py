@@ -1,14 +1,14 @@
-"""Dropout as a pure function of (step, sample, position, layer, place, feature).
+"""Dropout as a pure function of (step, sample, position, layer, site, feature).
 
 Each token has a key, an int32 made of the step's seed, its sample's number and its position in the sample's row. Each
-place where a layer drops has a salt. Whether an element stays is a hash of the two and of its index:
+site where a layer drops has a salt. A hash of the two and of an element's index says whether the element is kept:
 
     hidden states            hash(key, salt, feature)
     attention weights        hash(key of the query, key of the key, salt, head)
 
-So a token drops the same in every layout (data, tensor, sequence and pipeline parallelism, any micro-batch size), in
-any order of tokens, in any batch, and when a block is computed again. The exception are the fused attention kernels of
-CUDA (varlen.py), which draw their own numbers; they are seeded from (step, layer, rank).
+So a token drops the same elements in every layout (data, tensor, sequence and pipeline parallelism, any micro-batch
+size), in any order of tokens, in any batch, and when a block is computed again. The exception are the fused attention
+kernels of CUDA (varlen.py), which draw their own numbers; they are seeded from (step, layer, rank).
 
 The hash is exact integer arithmetic: the same bits on every device. On CPU numba computes the mask, on a GPU the kernel
 that needs it (triton_kernels.py).
@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from numba import njit
 
-PLACES = ("embedding", "attention", "attended", "expanded", "activated", "final")
-_FIRST_PLACES = 4  # those of the first version: the numbers of their salts do not depend on the others
+SITES = ("embedding", "attention", "attended", "expanded", "activated", "final")
+_FIRST_SITES = 4  # of the first version: the numbers of their salts do not depend on the other sites
 
 # 2^32 / golden ratio: neighbouring features become distant inputs of the hash.
 _GOLDEN = np.uint32(0x9E3779B9)
@@ -50,20 +50,20 @@ def _mix_64(x: np.ndarray) -> np.ndarray:
 def token_keys(seed: int, samples: np.ndarray, length: int) -> np.ndarray:
     """The keys of a batch's tokens, int32 [B, length].
 
-    Args: seed: of the step. samples: int64 [B], the number of each row's sample.
+    Args: seed: of the step. samples: int64 [B], the number of the sample in each row of the batch.
     """
-    # The row first, then its positions: two mixes, so that neighbouring samples and positions have unrelated keys.
-    rows = _mix_64(np.uint64(seed & (2**64 - 1)) ^ (samples.astype(np.uint64) * np.uint64(_GOLDEN_64)))
-    keys = _mix_64(rows[:, None] + np.arange(length, dtype=np.uint64))
+    # The sample first, then its positions: two mixes, so that neighbouring samples and positions have unrelated keys.
+    sample_keys = _mix_64(np.uint64(seed & (2**64 - 1)) ^ (samples.astype(np.uint64) * np.uint64(_GOLDEN_64)))
+    keys = _mix_64(sample_keys[:, None] + np.arange(length, dtype=np.uint64))
     return (keys >> np.uint64(32)).astype(np.uint32).view(np.int32)
 
 
 @functools.cache
 def salts(layers: int) -> np.ndarray:
-    """The salt of each place, int32 [layers + 1, len(PLACES)]; the last row is that of the embedding."""
-    # Salts of the first places keep their numbers when places are added: the masks of existing runs stay what they are.
-    first = np.arange((layers + 1) * _FIRST_PLACES, dtype=np.uint64).reshape(-1, _FIRST_PLACES)
-    others = np.arange((layers + 1) * (len(PLACES) - _FIRST_PLACES), dtype=np.uint64).reshape(layers + 1, -1)
+    """The salt of each site, int32 [layers + 1, len(SITES)]; the last row is the embedding's."""
+    # Salts of the first sites keep their numbers when sites are added: the masks of existing runs do not change.
+    first = np.arange((layers + 1) * _FIRST_SITES, dtype=np.uint64).reshape(-1, _FIRST_SITES)
+    others = np.arange((layers + 1) * (len(SITES) - _FIRST_SITES), dtype=np.uint64).reshape(layers + 1, -1)
     numbers = np.concatenate([first, others + np.uint64(1 << 32)], axis=1)
     return (_mix_64(numbers + np.uint64(_GOLDEN_64)) >> np.uint64(32)).astype(np.uint32).view(np.int32)
 
@@ -73,7 +73,7 @@ class Dropout:
     """Random keys from which layers compute the dropped elements of a micro-batch."""
 
     keys: torch.Tensor  # int32 [T]
-    salts: torch.Tensor  # int32 [layers + 1, len(PLACES)]
+    salts: torch.Tensor  # int32 [layers + 1, len(SITES)]
     seed: int  # of kernels that draw their own numbers: differs per step and rank, not per layer
     first_head: int = 0  # number of this rank's first head
     step: int = 0  # an int32 of the step alone
@@ -85,19 +85,19 @@ class Dropout:
         """
         if not p:
             return None
-        # The keys of distances are no token's: the salt is free.
-        salt = int(salts(len(self.salts) - 1)[layer, PLACES.index("attention")])
+        # The keys of distances are no token's, so the salt of attention can serve them too.
+        salt = int(salts(len(self.salts) - 1)[layer, SITES.index("attention")])
         return FeatureDropout(hashed(distances * _SIGNED_GOLDEN ^ self.step), salt, p)
 
     def attention(self, p: float, layer: int) -> AttentionDropout:
         return AttentionDropout(self, p, layer)
 
-    def features(self, p: float, layer: int, place: str) -> FeatureDropout | None:
-        """None if nothing is dropped. Args: layer: -1 for the embedding. place: of PLACES."""
+    def features(self, p: float, layer: int, site: str) -> FeatureDropout | None:
+        """None if nothing is dropped. Args: layer: -1 for the embedding. site: of SITES."""
         if not p:
             return None
-        # Read on the host: a number of the device would need a launch of its own, and a kernel takes it as an argument.
-        return FeatureDropout(self.keys, int(salts(len(self.salts) - 1)[layer, PLACES.index(place)]), p)
+        # Read on the host: a kernel takes it as an argument, and reading a number of the device would need a launch.
+        return FeatureDropout(self.keys, int(salts(len(self.salts) - 1)[layer, SITES.index(site)]), p)
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class AttentionDropout:
 
     @property
     def salt(self) -> torch.Tensor:
-        return self.parent.salts[self.layer, PLACES.index("attention")]
+        return self.parent.salts[self.layer, SITES.index("attention")]
 
     @property
     def first_head(self) -> int:
@@ -127,26 +127,26 @@ class AttentionDropout:
         torch.cuda.default_generators[index].manual_seed((self.parent.seed + self.layer) & (2**63 - 1))
 
     def keep(self, queries: torch.Tensor, keys: torch.Tensor, heads: int) -> torch.Tensor:
-        """True where a weight stays, bool [heads, Q, K], for int32 token keys [Q] and [K]; on CPU."""
-        kept = np.empty((heads, len(queries), len(keys)), np.bool_)
-        threshold = np.uint32(threshold_of(self.p))
-        _keep_pairs(_bits(queries), _bits(keys), _bits(self.salt)[()], self.first_head, threshold, kept)
-        return torch.from_numpy(kept)
+        """True where a weight is kept, bool [heads, Q, K], for int32 token keys [Q] and [K]; on CPU."""
+        keep = np.empty((heads, len(queries), len(keys)), np.bool_)
+        threshold = np.uint32(keep_threshold(self.p))
+        _keep_pairs(_bits(queries), _bits(keys), _bits(self.salt)[()], self.first_head, threshold, keep)
+        return torch.from_numpy(keep)
 
 
 class FeatureDropout(NamedTuple):
-    """Dropout of hidden states at one place, with probability p."""
+    """Dropout of hidden states at one site, with probability p."""
 
     keys: torch.Tensor  # int32 [T]
     salt: int  # an int32
     p: float
 
-    def of_rows(self, rows: torch.Tensor) -> FeatureDropout:
-        """The same of some of the tokens. Args: rows: int [K]."""
-        return FeatureDropout(self.keys.index_select(0, rows), self.salt, self.p)
+    def for_tokens(self, index: torch.Tensor) -> FeatureDropout:
+        """The same for some of the tokens. Args: index: int [K]."""
+        return FeatureDropout(self.keys.index_select(0, index), self.salt, self.p)
 
     def from_feature(self, first: int) -> FeatureDropout:
-        """The same of hidden states of which this rank holds the features from `first` on."""
+        """The same for hidden states of which this rank holds the features from `first` on."""
         if not first:
             return self
         # Moves the hash's input to the rank's first feature: a split MLP drops what the whole one does.
@@ -163,26 +163,26 @@ def drop(x: torch.Tensor, residual: torch.Tensor | None, dropout: FeatureDropout
 
 
 class _Drop(torch.autograd.Function):
-    """residual + x where it stays, times `scale`: one kernel forward and one backward."""
+    """residual + x * keep * scale: one kernel forward and one backward."""
 
     @staticmethod
-    def forward(ctx: Any, x, residual, stays, scale):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(stays)
+    def forward(ctx: Any, x, residual, keep, scale):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(keep)
         ctx.scale = scale
         if residual is None:
-            # x * mask * scale in one kernel; the name is that of its other use.
-            return torch.ops.aten.native_dropout_backward(x, stays, scale)
-        return torch.addcmul(residual, x, stays, value=scale)
+            # x * keep * scale in one kernel, which torch names after its use in a backward pass.
+            return torch.ops.aten.native_dropout_backward(x, keep, scale)
+        return torch.addcmul(residual, x, keep, value=scale)
 
     @staticmethod
     def backward(ctx: Any, grad):  # type: ignore[no-untyped-def]
-        (stays,) = ctx.saved_tensors
-        of_residual = grad if ctx.needs_input_grad[1] else None
-        return torch.ops.aten.native_dropout_backward(grad, stays, ctx.scale), of_residual, None, None
+        (keep,) = ctx.saved_tensors
+        grad_residual = grad if ctx.needs_input_grad[1] else None
+        return torch.ops.aten.native_dropout_backward(grad, keep, ctx.scale), grad_residual, None, None
 
 
-def threshold_of(p: float) -> int:
-    """An element stays if its hash, uint32, is not below this."""
+def keep_threshold(p: float) -> int:
+    """An element is kept if its hash, uint32, is not below this."""
     return round(p * 2**32)
 
 
@@ -198,10 +198,10 @@ def hashed(x: torch.Tensor) -> torch.Tensor:
     return x ^ _shifted(x, 15)
 
 
-def stays(hashes: torch.Tensor, p: float) -> torch.Tensor:
+def is_kept(hashes: torch.Tensor, p: float) -> torch.Tensor:
     """True for int32 `hashes` that are, as uint32, not below the threshold of p."""
     # Flipping the sign bit maps the order of uint32 to that of int32, which is all that torch compares.
-    return (hashes ^ -(2**31)) >= threshold_of(p) - 2**31
+    return (hashes ^ -(2**31)) >= keep_threshold(p) - 2**31
 
 
 def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
@@ -210,26 +210,26 @@ def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
     return (x >> by) & ((1 << (32 - by)) - 1)
 
 
-def pairs_formula(
+def hash_pairs(
     queries: torch.Tensor, keys: torch.Tensor, salt: torch.Tensor, heads: torch.Tensor
 ) -> torch.Tensor:
     """The hash of attention weights, for int32 tensors that broadcast; heads are global numbers."""
     return hashed((queries ^ salt) + keys * _SIGNED_GOLDEN + heads * _SIGNED_HEAD)
 
 
-def features_formula(keys: torch.Tensor, salt: int, width: int) -> torch.Tensor:
+def hash_features(keys: torch.Tensor, salt: int, width: int) -> torch.Tensor:
     """The hash of features, int32 [T, width], by torch's operators: several passes, for `training.kernels=torch`."""
     features = torch.arange(width, dtype=torch.int32, device=keys.device)
     return hashed((keys ^ salt)[:, None] + features * _SIGNED_GOLDEN)
 
 
 def keep_features(keys: torch.Tensor, salt: int, width: int, p: float) -> torch.Tensor:
-    """True where a feature stays, bool [T, width], for int32 keys [T] and an int32 salt."""
+    """True where a feature is kept, bool [T, width], for int32 keys [T] and an int32 salt."""
     if keys.device.type != "cpu":
-        return stays(features_formula(keys, salt, width), p)
-    kept = np.empty((len(keys), width), np.bool_)
-    _keep_features(_bits(keys), np.int32(salt).view(np.uint32), np.uint32(threshold_of(p)), kept)
-    return torch.from_numpy(kept)
+        return is_kept(hash_features(keys, salt, width), p)
+    keep = np.empty((len(keys), width), np.bool_)
+    _keep_features(_bits(keys), np.int32(salt).view(np.uint32), np.uint32(keep_threshold(p)), keep)
+    return torch.from_numpy(keep)
 
 
 @njit(nogil=True, inline="always")
@@ -240,20 +240,20 @@ def _hash(z):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, cache=True)
-def _keep_features(keys, salt, threshold, kept):  # type: ignore[no-untyped-def]
-    for token in range(kept.shape[0]):
+def _keep_features(keys, salt, threshold, keep):  # type: ignore[no-untyped-def]
+    for token in range(keep.shape[0]):
         start = np.uint32(keys[token] ^ salt)
-        for feature in range(kept.shape[1]):
+        for feature in range(keep.shape[1]):
             step = np.uint32(np.uint32(feature) * _GOLDEN)
-            kept[token, feature] = _hash(np.uint32(start + step)) >= threshold
+            keep[token, feature] = _hash(np.uint32(start + step)) >= threshold
 
 
 @njit(nogil=True, cache=True)
-def _keep_pairs(queries, keys, salt, first_head, threshold, kept):  # type: ignore[no-untyped-def]
-    for head in range(kept.shape[0]):
-        of_head = np.uint32(np.uint32(head + first_head) * _HEAD)
-        for query in range(kept.shape[1]):
-            start = np.uint32(np.uint32(queries[query] ^ salt) + of_head)
-            for key in range(kept.shape[2]):
+def _keep_pairs(queries, keys, salt, first_head, threshold, keep):  # type: ignore[no-untyped-def]
+    for head in range(keep.shape[0]):
+        head_term = np.uint32(np.uint32(head + first_head) * _HEAD)
+        for query in range(keep.shape[1]):
+            start = np.uint32(np.uint32(queries[query] ^ salt) + head_term)
+            for key in range(keep.shape[2]):
                 step = np.uint32(keys[key] * _GOLDEN)
-                kept[head, query, key] = _hash(np.uint32(start + step)) >= threshold
+                keep[head, query, key] = _hash(np.uint32(start + step)) >= threshold

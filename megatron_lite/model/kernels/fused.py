@@ -1,14 +1,14 @@
 """Fused operations between matrix products. On a GPU each is one Triton kernel per direction (triton_kernels.py), and
-one more that ends the sums over tokens. On CPU, and with `training.kernels=torch`, they are torch's operators.
+one more that finishes the sums over tokens. On CPU, and with `training.kernels=torch`, they are torch's operators.
 
 A product's bias is added by the function that takes its output, where the addition and the sum of its gradient cost no
 extra pass through memory. Kernels compute dropout's masks again in the backward pass instead of storing them.
 
 Blocks compiled by torch took 12 and 33 launches a layer and 13.1 ms a step of a 335M model, these kernels 12 and 20 and
-10.6 ms: there every sum over tokens was a pass and two kernels of its own. They need no compilation for each length of
+10.6 ms: with torch every sum over tokens was another pass and two kernels. These need no compilation for each length of
 a batch, and serve ZeRO 3 and tensor parallelism too.
 
-Shapes: T tokens, D width, P programs of a kernel that sum over a part of the tokens each.
+Shapes: T tokens, D width, P programs of a kernel, each of which sums over some of the tokens.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import torch.nn.functional as F
 
 from megatron_lite.model.kernels.compat import is_watched
 from megatron_lite.model.kernels.dropout import FeatureDropout, drop
-from megatron_lite.model.kernels.sums import sums_of
+from megatron_lite.model.kernels.sums import empty_sums
 
 DEVICES: tuple[str, ...] = ("cuda",)  # where kernels run
 _is_wanted = True  # False: torch's operators everywhere
-_ACTIVATION_PROGRAMS = 64  # most that sum over tokens, for each part of the columns
+_ACTIVATION_PROGRAMS = 64  # most that sum over tokens, for each block of columns
 
 
 def has_kernels(x: torch.Tensor) -> bool:
@@ -73,14 +73,14 @@ def operator(
     torch.library.register_fake(name, allocate)
     registered = getattr(torch.ops.megatron_lite, allocate.__name__)
 
-    def call(*arguments: Any) -> Any:
-        # Through torch's dispatcher, which costs the host as much as the launch, only if somebody watches there.
+    def launch(*arguments: Any) -> Any:
+        # Through torch's dispatcher, which costs the host as much as the launch, only if a mode watches operators.
         return (registered if is_watched() else run)(*arguments)
 
-    return call
+    return launch
 
 
-# The operators: what each makes, empty, and what the kernel writes there. p: probability of dropout.
+# The operators: each function allocates the results that the kernel writes. p: probability of dropout.
 
 
 def add_norm(
@@ -105,47 +105,56 @@ def add_norm_backward(
     weight: torch.Tensor | None, stats: torch.Tensor | None, has_bias: bool, centered: bool,
     keys: torch.Tensor | None, salt: int, p: float, has_x_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients of hidden, if there is a norm; of x, if it is another; sums of weight's, bias's, x_bias's [P, ..]."""
+    """The gradient of hidden, if there is a norm; of x, if it is another tensor (with dropout); and partial sums
+    [P, n D] of the gradients of weight, bias and x_bias, side by side, for the n that there are.
+    """
     like = d_total if d_normed is None else d_normed
     assert like is not None
     d_hidden = like.new_empty(0) if d_normed is None else torch.empty_like(like)
     d_x = torch.empty_like(like) if p else like.new_empty(0)
-    return d_hidden, d_x, sums_of(like, like.shape[1], (d_normed is not None) + has_bias + has_x_bias)
+    return d_hidden, d_x, empty_sums(like, like.shape[1], (d_normed is not None) + has_bias + has_x_bias)
 
 
 def activate(
-    x: torch.Tensor, bias: torch.Tensor | None, kind: str, gated: bool,
+    x: torch.Tensor, bias: torch.Tensor | None, activation: str, gated: bool,
     keys: torch.Tensor | None, salt: int, p: float,
 ) -> torch.Tensor:  # fmt: skip
-    """dropout(activation(x + bias)), [T, D]; gated: x is [T, 2 D], whose second half the activation multiplies."""
+    """dropout(activation(x + bias)), [T, D].
+
+    Args: gated: x is [T, 2 D]; the activation of its first half multiplies the second.
+    """
     return x.new_empty(x.shape[0], x.shape[1] // (1 + gated))
 
 
 def activate_backward(
-    x: torch.Tensor, bias: torch.Tensor | None, grad: torch.Tensor, kind: str, gated: bool,
+    x: torch.Tensor, bias: torch.Tensor | None, grad: torch.Tensor, activation: str, gated: bool,
     keys: torch.Tensor | None, salt: int, p: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradient of x, and sums of bias's, fp32 [P, D or 2 D]."""
-    rows, width = x.shape
-    return torch.empty_like(x), x.new_empty(min(_ACTIVATION_PROGRAMS, rows), width, dtype=torch.float32)
+    """The gradient of x, and partial sums of the bias's, fp32 [P, D or 2 D]."""
+    tokens, width = x.shape
+    return torch.empty_like(x), x.new_empty(min(_ACTIVATION_PROGRAMS, tokens), width, dtype=torch.float32)
 
 
 def finish_sums(sums: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     """The sums of all programs, of up to four kernels [P, D] each, one after another [D + ..] in the type of `like`."""
-    return like.new_empty(sum(part.shape[1] for part in sums))
+    return like.new_empty(sum(partial.shape[1] for partial in sums))
 
 
 def join_pair(
     dq_0: torch.Tensor, dk_0: torch.Tensor, dv_0: torch.Tensor,
     dq_1: torch.Tensor, dk_1: torch.Tensor, dv_1: torch.Tensor,
-    first_key: int, place: torch.Tensor, border: torch.Tensor | None,
+    first_key: int, gathered_index: torch.Tensor, border: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The gradient of Q, K and V [T, 3, H, D'] from those of a pair of calls, see varlen.py, and its sums [P, 3 H D'].
+    """The gradient of Q, K and V [T, 3, H, D'] from the gradients of a pair of launches, and its partial sums
+    [P, 3 H D'].
 
-    Args: first_key: of the first call. place: int32 [T], of the second. border: int32 [1], its first query, if fixed.
+    Args:
+        first_key: of the first launch.
+        gathered_index: of the second launch, see VarlenLaunch.
+        border: int32 [1], the first query of the second launch, where shapes are fixed (`with_fixed_shapes`).
     """
-    joined = dq_0.new_empty(place.shape[0], 3, *dq_0.shape[1:])
-    return joined, sums_of(joined, dq_0.shape[1] * dq_0.shape[2], 3)
+    joined = dq_0.new_empty(gathered_index.shape[0], 3, *dq_0.shape[1:])
+    return joined, empty_sums(joined, dq_0.shape[1] * dq_0.shape[2], 3)
 
 
 add_norm_kernel, add_norm_backward_kernel = operator(add_norm), operator(add_norm_backward)
@@ -161,34 +170,40 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden, x, x_bias, weight, bias, epsilon, centered, dropout):  # type: ignore[no-untyped-def]
         keys, *ctx.dropout = dropout or NO_DROPOUT
-        given = x, x_bias, keys, *ctx.dropout, hidden, weight, bias, epsilon, centered
-        total, normed, stats = add_norm_kernel(*given)
+        total, normed, stats = add_norm_kernel(
+            x, x_bias, keys, *ctx.dropout, hidden, weight, bias, epsilon, centered
+        )
         if x is None:
             total = hidden
         ctx.save_for_backward(None if weight is None else total, weight, stats, keys, x_bias)
-        ctx.norm, ctx.given = (bias is not None, centered), (hidden is not None, x is not None)
+        ctx.has_bias, ctx.centered = bias is not None, centered
+        ctx.has_hidden, ctx.has_x = hidden is not None, x is not None
         # A result that nobody uses has the gradient None instead of zeros, which the kernel would have to read.
         ctx.set_materialize_grads(False)
         return total, normed
 
     @staticmethod
     def backward(ctx: Any, d_total, d_normed):  # type: ignore[no-untyped-def]
-        *of_norm, keys, x_bias = ctx.saved_tensors
-        weight, (has_hidden, has_x), p = of_norm[1], ctx.given, ctx.dropout[1]
+        total, weight, stats, keys, x_bias = ctx.saved_tensors
+        p = ctx.dropout[1]
         d_total = None if d_total is None else d_total.contiguous()
         # Without norm, bias and dropout both gradients are the incoming one, and nothing is launched.
-        d_hidden, d_x, there = d_total, d_total, (weight is not None, ctx.norm[0], x_bias is not None)
-        if p or any(there):
+        d_hidden = d_x = d_total
+        d_weight = d_bias = d_x_bias = None
+        has_sums = weight is not None, ctx.has_bias, x_bias is not None
+        if p or any(has_sums):
             d_normed = None if weight is None else d_normed.contiguous()
-            options = *of_norm, *ctx.norm, keys, *ctx.dropout, x_bias is not None
-            of_sum, dropped, sums = add_norm_backward_kernel(d_total, d_normed, *options)
-            d_hidden = d_total if weight is None else of_sum
-            d_x = dropped if p else d_hidden
-            if any(there):
-                finished = finish_sums_kernel([sums], weight if there[0] else x_bias).view(sum(there), -1)
-                finished = iter(finished)
-        d_weight, d_bias, d_x_bias = (next(finished) if part else None for part in there)
-        d_hidden, d_x = d_hidden if has_hidden else None, d_x if has_x else None
+            d_sum, d_dropped, sums = add_norm_backward_kernel(
+                d_total, d_normed, total, weight, stats, ctx.has_bias, ctx.centered, keys, *ctx.dropout,
+                x_bias is not None,
+            )  # fmt: skip
+            d_hidden = d_total if weight is None else d_sum
+            d_x = d_dropped if p else d_hidden
+            if any(has_sums):
+                like = x_bias if weight is None else weight
+                finished = iter(finish_sums_kernel([sums], like).view(sum(has_sums), -1))
+                d_weight, d_bias, d_x_bias = (next(finished) if has_sum else None for has_sum in has_sums)
+        d_hidden, d_x = d_hidden if ctx.has_hidden else None, d_x if ctx.has_x else None
         return d_hidden, d_x, d_x_bias, d_weight, d_bias, None, None, None
 
 
@@ -197,13 +212,13 @@ class _Activate(torch.autograd.Function):
     def forward(ctx: Any, x, bias, kind, gated, dropout):  # type: ignore[no-untyped-def]
         keys, *ctx.dropout = dropout or NO_DROPOUT
         ctx.save_for_backward(x, bias, keys)
-        ctx.form = kind, gated
-        return activate_kernel(x, bias, *ctx.form, keys, *ctx.dropout)
+        ctx.activation = kind, gated
+        return activate_kernel(x, bias, *ctx.activation, keys, *ctx.dropout)
 
     @staticmethod
     def backward(ctx: Any, grad):  # type: ignore[no-untyped-def]
         x, bias, keys = ctx.saved_tensors
-        d_x, sums = activate_backward_kernel(x, bias, grad.contiguous(), *ctx.form, keys, *ctx.dropout)
+        d_x, sums = activate_backward_kernel(x, bias, grad.contiguous(), *ctx.activation, keys, *ctx.dropout)
         return d_x, None if bias is None else finish_sums_kernel([sums], bias), None, None, None
 
 

@@ -12,24 +12,31 @@ WIDE = 4096  # columns that a program reads at once
 
 
 @kernel("first", "valid")
-def _log_sums(logits, targets, log_sums, picked, first, valid, WIDTH: tl.constexpr, WIDE: tl.constexpr):
+def _log_sums(
+    logits, targets, log_sums, target_logits, first, valid, WIDTH: tl.constexpr, WIDE: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     logits += row * WIDTH
-    most = tl.full([WIDE], float("-inf"), tl.float32)
+    largest_seen = tl.full([WIDE], float("-inf"), tl.float32)
     total = tl.zeros([WIDE], tl.float32)
     for start in range(0, valid, WIDE):
         column = start + tl.arange(0, WIDE)
         value = tl.load(logits + column, mask=column < valid, other=float("-inf")).to(tl.float32)
-        larger = tl.maximum(most, value)
+        new_largest = tl.maximum(largest_seen, value)
         # A lane that has seen nothing yet holds -inf, and -inf - -inf is no number.
-        total = tl.where(larger == float("-inf"), 0.0, total * tl.exp(most - larger) + tl.exp(value - larger))
-        most = larger
-    largest = tl.max(most, 0)
-    total = tl.sum(tl.where(most == float("-inf"), 0.0, total * tl.exp(most - largest)), 0)
+        total = tl.where(
+            new_largest == float("-inf"),
+            0.0,
+            total * tl.exp(largest_seen - new_largest) + tl.exp(value - new_largest),
+        )
+        largest_seen = new_largest
+    largest = tl.max(largest_seen, 0)
+    total = tl.sum(tl.where(largest_seen == float("-inf"), 0.0, total * tl.exp(largest_seen - largest)), 0)
     tl.store(log_sums + row, tl.log(total) + largest)
     local = tl.load(targets + row).to(tl.int64) - first
     tl.store(
-        picked + row, tl.load(logits + local, mask=(local >= 0) & (local < valid), other=0.0).to(tl.float32)
+        target_logits + row,
+        tl.load(logits + local, mask=(local >= 0) & (local < valid), other=0.0).to(tl.float32),
     )
 
 
@@ -51,11 +58,11 @@ def _require(width, valid, rows, *tensors):  # type: ignore[no-untyped-def]
     require(((rows,), *tensors))
 
 
-def log_sums(logits, targets, first, valid, sums, picked):  # type: ignore[no-untyped-def]
+def log_sums(logits, targets, first, valid, sums, target_logits):  # type: ignore[no-untyped-def]
     rows, width = logits.shape
     _require(width, valid, rows, targets)
     if rows:
-        _log_sums((rows, 1), (logits, targets, sums, picked), (first, valid), (width, WIDE), 8)
+        _log_sums((rows, 1), (logits, targets, sums, target_logits), (first, valid), (width, WIDE), 8)
 
 
 def write_gradient(logits, targets, sums, grad, first, valid):  # type: ignore[no-untyped-def]

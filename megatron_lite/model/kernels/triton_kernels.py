@@ -1,4 +1,4 @@
-"""GPU kernels of what lies between matrix products: one pass through memory where torch's operators take several.
+"""GPU kernels of the operations between matrix products: one pass through memory where torch's operators take several.
 
 Written in Triton, which compiles them when they are first used. Only fused.py imports this module, and only on a GPU;
 its functions say what each kernel computes. Arithmetic is in fp32, whatever the tensors' types. Sums over tokens are
@@ -15,12 +15,12 @@ import functools
 import triton
 import triton.language as tl
 
-from megatron_lite.model.kernels.dropout import threshold_of
+from megatron_lite.model.kernels.dropout import keep_threshold
 from megatron_lite.model.kernels.launch import kernel, require
 
 COLUMNS = 256  # of a tile, where a row is not needed as a whole
 TILE_ROWS = 16
-FINISH_ROWS, FINISH_COLUMNS = 128, 32  # of a tile of sums: few turns, and 128 bytes of each row
+FINISH_ROWS, FINISH_COLUMNS = 128, 32  # of a tile of sums: few iterations, and 128 bytes of each row
 
 
 @functools.cache
@@ -31,16 +31,16 @@ def _block(width: int) -> tuple[int, int]:
 
 
 @triton.jit
-def hash_stays(z, THRESHOLD: tl.constexpr):
-    """Whether what has this number (uint32) stays, see dropout.py."""
+def hash_keeps(z, THRESHOLD: tl.constexpr):
+    """Whether dropout keeps an element, from the uint32 that its hash starts with, see dropout.py."""
     z = (z ^ (z >> 16)) * 0x21F0AAAD
     z = (z ^ (z >> 15)) * 0x735A2D97
     return (z ^ (z >> 15)) >= THRESHOLD
 
 
 @triton.jit
-def _stays(key, salt, columns, THRESHOLD: tl.constexpr):
-    return hash_stays((key ^ salt).to(tl.uint32) + columns.to(tl.uint32) * 0x9E3779B9, THRESHOLD)
+def _keeps(key, salt, columns, THRESHOLD: tl.constexpr):
+    return hash_keeps((key ^ salt).to(tl.uint32) + columns.to(tl.uint32) * 0x9E3779B9, THRESHOLD)
 
 
 @kernel("salt", "rows", "epsilon", "scale")
@@ -54,18 +54,18 @@ def _add_norm(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
-    place = row * WIDTH + column
+    index = row * WIDTH + column
     value = tl.zeros([BLOCK], tl.float32)
     if HAS_HIDDEN:
-        value += tl.load(hidden + place, mask=inside, other=0.0).to(tl.float32)
+        value += tl.load(hidden + index, mask=inside, other=0.0).to(tl.float32)
     if HAS_X:
-        added = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+        added = tl.load(x + index, mask=inside, other=0.0).to(tl.float32)
         if HAS_X_BIAS:
             added += tl.load(x_bias + column, mask=inside, other=0.0).to(tl.float32)
         if THRESHOLD > 0:
-            added = tl.where(_stays(tl.load(keys + row), salt, column, THRESHOLD), added * scale, 0.0)
+            added = tl.where(_keeps(tl.load(keys + row), salt, column, THRESHOLD), added * scale, 0.0)
         rounded = (value + added).to(total.dtype.element_ty)
-        tl.store(total + place, rounded, mask=inside)
+        tl.store(total + index, rounded, mask=inside)
         value = rounded.to(tl.float32)  # the backward pass normalises what was stored
     if HAS_NORM:
         if CENTERED:
@@ -77,13 +77,13 @@ def _add_norm(
         value *= factor * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
         if HAS_BIAS:
             value += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(normed + place, value.to(normed.dtype.element_ty), mask=inside)
+        tl.store(normed + index, value.to(normed.dtype.element_ty), mask=inside)
 
 
-@kernel("salt", "rows", "rows_of_a_program", "scale")
+@kernel("salt", "rows", "rows_per_program", "scale")
 def _add_norm_backward(
     d_total, d_normed, total, weight, stats, keys, d_hidden, d_x, sums,
-    salt, rows, rows_of_a_program, scale,
+    salt, rows, rows_per_program, scale,
     HAS_D_TOTAL: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, CENTERED: tl.constexpr,
     HAS_X_BIAS: tl.constexpr,
     THRESHOLD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
@@ -94,15 +94,15 @@ def _add_norm_backward(
     d_weight = tl.zeros([BLOCK], tl.float32)
     d_bias = tl.zeros([BLOCK], tl.float32)
     d_x_bias = tl.zeros([BLOCK], tl.float32)
-    first = program.to(tl.int64) * rows_of_a_program
-    for row in range(first, tl.minimum(first + rows_of_a_program, rows)):
-        place = row * WIDTH + column
+    first = program.to(tl.int64) * rows_per_program
+    for row in range(first, tl.minimum(first + rows_per_program, rows)):
+        index = row * WIDTH + column
         grad = tl.zeros([BLOCK], tl.float32)
         if HAS_D_TOTAL:
-            grad += tl.load(d_total + place, mask=inside, other=0.0).to(tl.float32)
+            grad += tl.load(d_total + index, mask=inside, other=0.0).to(tl.float32)
         if HAS_NORM:
-            dy = tl.load(d_normed + place, mask=inside, other=0.0).to(tl.float32)
-            value = tl.load(total + place, mask=inside, other=0.0).to(tl.float32)
+            dy = tl.load(d_normed + index, mask=inside, other=0.0).to(tl.float32)
+            value = tl.load(total + index, mask=inside, other=0.0).to(tl.float32)
             factor = tl.load(stats + row)
             if CENTERED:
                 value -= tl.load(stats + rows + row)
@@ -110,15 +110,15 @@ def _add_norm_backward(
             d_weight += dy * normal
             d_bias += dy
             weighted = dy * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-            shared = normal * (tl.sum(weighted * normal, 0) / WIDTH)
+            projection = normal * (tl.sum(weighted * normal, 0) / WIDTH)
             if CENTERED:
-                shared += tl.sum(weighted, 0) / WIDTH
-            grad += (weighted - shared) * factor
-            tl.store(d_hidden + place, grad.to(d_hidden.dtype.element_ty), mask=inside)
+                projection += tl.sum(weighted, 0) / WIDTH
+            grad += (weighted - projection) * factor
+            tl.store(d_hidden + index, grad.to(d_hidden.dtype.element_ty), mask=inside)
         if THRESHOLD > 0:
-            kept = _stays(tl.load(keys + row), salt, column, THRESHOLD)
-            grad = tl.where(kept, grad * scale, 0.0)
-            tl.store(d_x + place, grad.to(d_x.dtype.element_ty), mask=inside)
+            keep = _keeps(tl.load(keys + row), salt, column, THRESHOLD)
+            grad = tl.where(keep, grad * scale, 0.0)
+            tl.store(d_x + index, grad.to(d_x.dtype.element_ty), mask=inside)
         d_x_bias += tl.where(inside, grad, 0.0)
     out = sums + program.to(tl.int64) * (HAS_NORM + HAS_BIAS + HAS_X_BIAS) * WIDTH + column
     if HAS_NORM:
@@ -177,89 +177,89 @@ def _tanh(x):
 
 
 @triton.jit
-def _inner(x):
+def _tanh_argument(x):
     """The argument of the hyperbolic tangent: sqrt(2 / pi) (x + 0.044715 x^3)."""
     return 0.7978845608028654 * (x + 0.044715 * x * x * x)
 
 
 @triton.jit
-def _activation(x, KIND: tl.constexpr):
+def _activation(x, ACTIVATION: tl.constexpr):
     """The value of an activation of config/model.py, and its derivative."""
-    if KIND == "relu":
+    if ACTIVATION == "relu":
         value = tl.maximum(x, 0.0)
         slope = tl.where(x > 0.0, 1.0, 0.0)
-    elif KIND == "silu":
-        share = 1.0 / (1.0 + tl.exp(-x))
-        value = x * share
-        slope = share * (1.0 + x - value)
-    elif KIND == "gelu_tanh":
-        tail = _tanh(_inner(x))
-        value = 0.5 * x * (1.0 + tail)
-        steepness = 0.7978845608028654 * (1.0 + 3 * 0.044715 * x * x) * (1.0 - tail * tail)
-        slope = 0.5 * (1.0 + tail + x * steepness)
+    elif ACTIVATION == "silu":
+        sigmoid = 1.0 / (1.0 + tl.exp(-x))
+        value = x * sigmoid
+        slope = sigmoid * (1.0 + x - value)
+    elif ACTIVATION == "gelu_tanh":
+        tanh = _tanh(_tanh_argument(x))
+        value = 0.5 * x * (1.0 + tanh)
+        steepness = 0.7978845608028654 * (1.0 + 3 * 0.044715 * x * x) * (1.0 - tanh * tanh)
+        slope = 0.5 * (1.0 + tanh + x * steepness)
     else:
-        tl.static_assert(KIND == "gelu_erf")
-        tail = tl.erf(x * 0.7071067811865476)
-        value = 0.5 * x * (1.0 + tail)
-        slope = 0.5 * (1.0 + tail + x * 0.7978845608028654 * tl.exp(-0.5 * x * x))
+        tl.static_assert(ACTIVATION == "gelu_erf")
+        erf = tl.erf(x * 0.7071067811865476)
+        value = 0.5 * x * (1.0 + erf)
+        slope = 0.5 * (1.0 + erf + x * 0.7978845608028654 * tl.exp(-0.5 * x * x))
     return value, slope
 
 
 @triton.jit
-def _biased_tile(x, bias, place, column, inside, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr):
+def _biased_tile(x, bias, index, column, inside, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr):
     """A tile in fp32. The bias has WIDTH columns."""
-    value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + index, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         value += tl.load(bias + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
     return value
 
 
 @triton.jit
-def _kept_tile(value, keys, salt, scale, row, column, rows, THRESHOLD: tl.constexpr):
+def _dropped_tile(value, keys, salt, scale, row, column, rows, THRESHOLD: tl.constexpr):
     """A tile, or its gradient, after dropout."""
     key = tl.load(keys + row, mask=row < rows, other=0)[:, None]
-    return tl.where(_stays(key, salt, column[None, :], THRESHOLD), value * scale, 0.0)
+    return tl.where(_keeps(key, salt, column[None, :], THRESHOLD), value * scale, 0.0)
 
 
 @kernel("salt", "rows", "scale")
 def _activate(
     x, bias, keys, out, salt, rows, scale,
-    KIND: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, THRESHOLD: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, THRESHOLD: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
-    place = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    first = place + GATED * row.to(tl.int64)[:, None] * WIDTH  # a gate lies before what it multiplies
-    value, _ = _activation(_biased_tile(x, bias, first, column, inside, WIDTH, HAS_BIAS), KIND)
+    index = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    first = index + GATED * row.to(tl.int64)[:, None] * WIDTH  # a gate lies before what it multiplies
+    value, _ = _activation(_biased_tile(x, bias, first, column, inside, WIDTH, HAS_BIAS), ACTIVATION)
     if GATED:
         value *= _biased_tile(x + WIDTH, bias, first, column + WIDTH, inside, 2 * WIDTH, HAS_BIAS)
     if THRESHOLD > 0:
-        value = _kept_tile(value, keys, salt, scale, row, column, rows, THRESHOLD)
-    tl.store(out + place, value.to(out.dtype.element_ty), mask=inside)
+        value = _dropped_tile(value, keys, salt, scale, row, column, rows, THRESHOLD)
+    tl.store(out + index, value.to(out.dtype.element_ty), mask=inside)
 
 
-@kernel("salt", "rows", "rows_of_a_program", "scale")
+@kernel("salt", "rows", "rows_per_program", "scale")
 def _activate_backward(
-    x, bias, grad, keys, d_x, sums, salt, rows, rows_of_a_program, scale,
-    KIND: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, THRESHOLD: tl.constexpr,
+    x, bias, grad, keys, d_x, sums, salt, rows, rows_per_program, scale,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, THRESHOLD: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     total_up = tl.zeros([ROWS, COLUMNS], tl.float32)
-    last = tl.minimum((program + 1) * rows_of_a_program, rows)
-    for start in range(program * rows_of_a_program, last, ROWS):
+    last = tl.minimum((program + 1) * rows_per_program, rows)
+    for start in range(program * rows_per_program, last, ROWS):
         row = start + tl.arange(0, ROWS)
         inside = (row < last)[:, None] & (column < WIDTH)[None, :]
-        place = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
-        first = place + GATED * row.to(tl.int64)[:, None] * WIDTH
-        dy = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
+        index = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+        first = index + GATED * row.to(tl.int64)[:, None] * WIDTH
+        dy = tl.load(grad + index, mask=inside, other=0.0).to(tl.float32)
         if THRESHOLD > 0:
-            dy = _kept_tile(dy, keys, salt, scale, row, column, last, THRESHOLD)
-        value, slope = _activation(_biased_tile(x, bias, first, column, inside, WIDTH, HAS_BIAS), KIND)
+            dy = _dropped_tile(dy, keys, salt, scale, row, column, last, THRESHOLD)
+        value, slope = _activation(_biased_tile(x, bias, first, column, inside, WIDTH, HAS_BIAS), ACTIVATION)
         if GATED:
             up = _biased_tile(x + WIDTH, bias, first, column + WIDTH, inside, 2 * WIDTH, HAS_BIAS)
             d_up = dy * value
@@ -276,16 +276,16 @@ def _activate_backward(
 
 
 @triton.jit
-def _row(matrix, row, rows, column, WIDTH: tl.constexpr):
+def _load_row(matrix, row, rows, column, WIDTH: tl.constexpr):
     """A row in fp32, zeros if there is no such row."""
     last = tl.where((row >= 0) & (row < rows), WIDTH, 0)
     return tl.load(matrix + row * WIDTH + column, mask=column < last, other=0.0).to(tl.float32)
 
 
-@kernel("tokens", "tokens_of_a_program", "queries_0", "queries_1", "first_key", "keys_0", "keys_1")
+@kernel("tokens", "tokens_per_program", "queries_0", "queries_1", "first_key", "keys_0", "keys_1")
 def _join_pair(
-    dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, place, border, out, sums,
-    tokens, tokens_of_a_program, queries_0, queries_1, first_key, keys_0, keys_1,
+    dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, gathered_index, border, out, sums,
+    tokens, tokens_per_program, queries_0, queries_1, first_key, keys_0, keys_1,
     HAS_BORDER: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
@@ -297,25 +297,27 @@ def _join_pair(
     sum_q = tl.zeros([BLOCK], tl.float32)
     sum_k = tl.zeros([BLOCK], tl.float32)
     sum_v = tl.zeros([BLOCK], tl.float32)
-    first = program * tokens_of_a_program
-    for token in range(first, tl.minimum(first + tokens_of_a_program, tokens)):
-        to = out + token * 3 * WIDTH + column
+    first = program * tokens_per_program
+    for token in range(first, tl.minimum(first + tokens_per_program, tokens)):
+        target = out + token * 3 * WIDTH + column
         second = tl.where(token < queries_0, -1, token - (0 if HAS_BORDER else queries_0))
-        dq = _row(dq_0, token, queries_0, column, WIDTH) + _row(dq_1, second, queries_1, column, WIDTH)
-        tl.store(to, dq.to(out.dtype.element_ty), mask=inside)
+        dq = _load_row(dq_0, token, queries_0, column, WIDTH) + _load_row(
+            dq_1, second, queries_1, column, WIDTH
+        )
+        tl.store(target, dq.to(out.dtype.element_ty), mask=inside)
         sum_q += dq
         key = token - first_key
-        gathered = tl.load(place + token).to(tl.int64)
-        dk = _row(dk_0, key, keys_0, column, WIDTH) + _row(dk_1, gathered, keys_1, column, WIDTH)
-        tl.store(to + WIDTH, dk.to(out.dtype.element_ty), mask=inside)
+        gathered = tl.load(gathered_index + token).to(tl.int64)
+        dk = _load_row(dk_0, key, keys_0, column, WIDTH) + _load_row(dk_1, gathered, keys_1, column, WIDTH)
+        tl.store(target + WIDTH, dk.to(out.dtype.element_ty), mask=inside)
         sum_k += dk
-        dv = _row(dv_0, key, keys_0, column, WIDTH) + _row(dv_1, gathered, keys_1, column, WIDTH)
-        tl.store(to + 2 * WIDTH, dv.to(out.dtype.element_ty), mask=inside)
+        dv = _load_row(dv_0, key, keys_0, column, WIDTH) + _load_row(dv_1, gathered, keys_1, column, WIDTH)
+        tl.store(target + 2 * WIDTH, dv.to(out.dtype.element_ty), mask=inside)
         sum_v += dv
-    to = sums + program * 3 * WIDTH + column
-    tl.store(to, sum_q, mask=inside)
-    tl.store(to + WIDTH, sum_k, mask=inside)
-    tl.store(to + 2 * WIDTH, sum_v, mask=inside)
+    target = sums + program * 3 * WIDTH + column
+    tl.store(target, sum_q, mask=inside)
+    tl.store(target + WIDTH, sum_k, mask=inside)
+    tl.store(target + 2 * WIDTH, sum_v, mask=inside)
 
 
 # The functions that fused.py calls: arguments of its operators, then the results to write.
@@ -328,10 +330,10 @@ def add_norm(  # type: ignore[no-untyped-def]
     require(((rows, width), x, hidden), ((width,), x_bias, weight, bias), ((rows,), keys))
     if rows:
         block, warps = _block(width)
-        is_there = [tensor is not None for tensor in (x, x_bias, hidden, weight, bias)]
+        is_present = [tensor is not None for tensor in (x, x_bias, hidden, weight, bias)]
         _add_norm(
             (rows, 1), (x, x_bias, keys, hidden, weight, bias, total, normed, stats),
-            (salt, rows, epsilon, 1.0 / (1.0 - p)), (*is_there, centered, threshold_of(p), width, block), warps,
+            (salt, rows, epsilon, 1.0 / (1.0 - p)), (*is_present, centered, keep_threshold(p), width, block), warps,
         )  # fmt: skip
 
 
@@ -344,54 +346,55 @@ def add_norm_backward(  # type: ignore[no-untyped-def]
         require(((rows, width), total), ((width,), weight), ((1 + centered, rows), stats))
     if programs := sums.shape[0]:  # no rows, no programs; `finish_sums` then adds up nothing
         block, warps = _block(width)
-        is_there = d_total is not None, d_normed is not None, has_bias, centered, has_x_bias
+        is_present = d_total is not None, d_normed is not None, has_bias, centered, has_x_bias
         _add_norm_backward(
             (programs, 1), (d_total, d_normed, total, weight, stats, keys, d_hidden, d_x, sums),
-            (salt, rows, -(-rows // programs), 1.0 / (1.0 - p)), (*is_there, threshold_of(p), width, block), warps,
+            (salt, rows, -(-rows // programs), 1.0 / (1.0 - p)), (*is_present, keep_threshold(p), width, block), warps,
         )  # fmt: skip
 
 
 def finish_sums(sums, like, out):  # type: ignore[no-untyped-def]
-    missing, widths = 4 - len(sums), [part.shape[1] for part in sums]
+    missing, widths = 4 - len(sums), [partial.shape[1] for partial in sums]
     require(((sum(widths),), out))
     _finish_sums(
         (sum(-(-width // FINISH_COLUMNS) for width in widths), 1), (*sums, *[None] * missing, out),
-        (*(part.shape[0] for part in sums), *[0] * missing), (*widths, *[0] * missing, FINISH_ROWS, FINISH_COLUMNS),
+        (*(partial.shape[0] for partial in sums), *[0] * missing),
+        (*widths, *[0] * missing, FINISH_ROWS, FINISH_COLUMNS),
     )  # fmt: skip
 
 
-def activate(x, bias, kind, gated, keys, salt, p, out):  # type: ignore[no-untyped-def]
+def activate(x, bias, activation, gated, keys, salt, p, out):  # type: ignore[no-untyped-def]
     rows, width = out.shape
     require(((rows, (1 + gated) * width), x), (((1 + gated) * width,), bias), ((rows,), keys))
     if rows:
         high = TILE_ROWS // (1 + gated)  # two numbers for each of a tile: more would not fit into registers
         _activate(
             (-(-rows // high), -(-width // COLUMNS)), (x, bias, keys, out), (salt, rows, 1.0 / (1.0 - p)),
-            (kind, gated, bias is not None, threshold_of(p), width, high, COLUMNS),
+            (activation, gated, bias is not None, keep_threshold(p), width, high, COLUMNS),
         )  # fmt: skip
 
 
-def activate_backward(x, bias, grad, kind, gated, keys, salt, p, d_x, sums):  # type: ignore[no-untyped-def]
+def activate_backward(x, bias, grad, activation, gated, keys, salt, p, d_x, sums):  # type: ignore[no-untyped-def]
     rows, width = grad.shape
     require(((rows, (1 + gated) * width), x), (((1 + gated) * width,), bias), ((rows,), keys))
     if programs := sums.shape[0]:
         _activate_backward(
             (programs, -(-width // COLUMNS)), (x, bias, grad, keys, d_x, sums),
             (salt, rows, -(-rows // programs), 1.0 / (1.0 - p)),
-            (kind, gated, bias is not None, threshold_of(p), width, TILE_ROWS // (1 + gated), COLUMNS),
+            (activation, gated, bias is not None, keep_threshold(p), width, TILE_ROWS // (1 + gated), COLUMNS),
         )  # fmt: skip
 
 
 def join_pair(  # type: ignore[no-untyped-def]
-    dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, first_key, place, border, out, sums
+    dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, first_key, gathered_index, border, out, sums
 ):  # fmt: skip
-    (queries, heads, size), tokens = dq_0.shape, place.shape[0]
-    of_keys = [((len(dk), heads, size), dk, dv) for dk, dv in ((dk_0, dv_0), (dk_1, dv_1))]
-    require(*of_keys, ((len(dq_1), heads, size), dq_1), ((1,), border))
+    (queries, heads, size), tokens = dq_0.shape, gathered_index.shape[0]
+    key_shapes = [((len(dk), heads, size), dk, dv) for dk, dv in ((dk_0, dv_0), (dk_1, dv_1))]
+    require(*key_shapes, ((len(dq_1), heads, size), dq_1), ((1,), border))
     if programs := sums.shape[0]:
         block, warps = _block(heads * size)
         counts = queries, dq_1.shape[0], first_key, dk_0.shape[0], dk_1.shape[0]
         _join_pair(
-            (programs, 1), (dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, place, border, out, sums),
+            (programs, 1), (dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, gathered_index, border, out, sums),
             (tokens, -(-tokens // programs), *counts), (border is not None, heads * size, block), warps,
         )  # fmt: skip

@@ -25,7 +25,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.dense import Linear
 from megatron_lite.model.kernels import fused
 from megatron_lite.model.kernels.dropout import Dropout
-from megatron_lite.model.loss import row_losses
+from megatron_lite.model.loss import prediction_losses
 from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.model.tensor_parallel import VocabParallelEmbedding
 from megatron_lite.model.trained_model import TrainedModel
@@ -175,9 +175,9 @@ class Electra(TrainedModel):
         words = generator.embedding.word_embeddings
         vectors, classes = generator.heads(hidden, batch.loss_positions, generator.final_layernorm)
         logits = generator.heads.vocabulary_logits(vectors, words)
-        # Before `row_losses`, which may write its gradient over the logits.
+        # Before `prediction_losses`, which may write its gradient over the logits.
         drawn = draw(logits.detach(), masked.seed, masked.samples, masked.positions, words)
-        return row_losses(logits, classes, batch.targets, words), drawn
+        return prediction_losses(logits, classes, batch.targets, words), drawn
 
     def scores(self, batch: MicroBatch) -> torch.Tensor:
         """The discriminator's logit of each token, see ReplacedHead: fp32 [T]."""

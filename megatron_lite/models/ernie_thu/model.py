@@ -25,8 +25,8 @@ from megatron_lite.model.activation_checkpoint import recomputed
 from megatron_lite.model.block import Block
 from megatron_lite.model.dense import Linear, Transform
 from megatron_lite.model.forward_context import ForwardContext
-from megatron_lite.model.fused_block import Hidden, settled
-from megatron_lite.model.kernels.dropout import Dropout, FeatureDropout, pairs_formula, stays
+from megatron_lite.model.fused_block import Hidden, materialize
+from megatron_lite.model.kernels.dropout import Dropout, FeatureDropout, hash_pairs, is_kept
 from megatron_lite.model.kernels.fused import activated
 from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.model.norms import make_norm
@@ -67,7 +67,7 @@ class EntityAttention(nn.Module):
             keys = dropout.keys.view(examples, 1, most)
             heads = torch.arange(self.heads, dtype=torch.int32, device=keys.device)[:, None, None]
             salt = dropout.attention(self.dropout, layer).salt
-            kept = stays(pairs_formula(keys[..., None], keys[..., None, :], salt, heads), self.dropout)
+            kept = is_kept(hash_pairs(keys[..., None], keys[..., None, :], salt, heads), self.dropout)
             shares = shares * kept / (1.0 - self.dropout)
         out = (shares.to(value.dtype) @ value).transpose(1, 2)
         return self.dense(out.reshape(examples * most, -1))
@@ -182,14 +182,14 @@ class EntityTransformer(GLM):
         x: Hidden = hidden
         for layer in range(self.config.num_layers):
             if before_block is not None:
-                x = before_block(layer, settled(x))
+                x = before_block(layer, materialize(x))
             block = self._block(layer)
             if isinstance(block, EntityBlock):
-                x, states = block(settled(x), states, context, layer, mentions)
+                x, states = block(materialize(x), states, context, layer, mentions)
             else:
                 x = block(x, context, layer)
         # No layer reads the last entity states. The empty sum makes the gradient of their weights zero instead of None.
-        return settled(x) + states[:0].sum()
+        return materialize(x) + states[:0].sum()
 
     def forward(self, batch: MicroBatch, *, answers: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum of the losses (fp32 scalar, nats); without gradient, fp32 [losses, 2]: sum and weight of each."""

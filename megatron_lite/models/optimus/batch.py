@@ -79,12 +79,12 @@ class LatentBatch(Batch):
     @property
     def visible_keys(self) -> int:
         """(query, key) pairs that attention computes, in both stacks."""
-        encoder, decoder = self.layout.parts
-        return int(encoder.views.seen.sum() + decoder.views.seen.sum())
+        encoder, decoder = self.layout.encoder_and_decoder
+        return int(encoder.visible_keys.count.sum() + decoder.visible_keys.count.sum())
 
     @property
     def decoder_keys(self) -> int:
-        return int(self.layout.parts[1].views.seen.sum())
+        return int(self.layout.encoder_and_decoder[1].visible_keys.count.sum())
 
     def extra_inputs(
         self,
@@ -101,7 +101,7 @@ class LatentBatch(Batch):
         index_in_order[order[order >= 0]] = np.flatnonzero(order >= 0)
         documents, sentence_of_token = np.unique(layout.document, return_inverse=True)
         sentences = np.zeros(self.fields[:, DOC].size, np.int64)
-        sentences[layout.rows] = sentence_of_token
+        sentences[layout.batch_index] = sentence_of_token
         token_sentence = np.where(order < 0, 0, sentences[order])[decoder_start:]
         real = len(documents)
         # Few counts, so that kernels and memory of one shape serve many batches.
@@ -111,7 +111,7 @@ class LatentBatch(Batch):
             """The first chosen token of each sentence, as an index into the order."""
             tokens = np.flatnonzero(chosen)
             _, first = np.unique(layout.document[tokens], return_index=True)
-            return index_in_order[layout.rows[tokens[first]]]
+            return index_in_order[layout.batch_index[tokens[first]]]
 
         memory_slots = first_tokens(layout.is_target)[: real if self.has_memory else 0] - decoder_start
         noise = np.zeros((count, self.latent_size), np.float32)

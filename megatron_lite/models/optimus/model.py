@@ -25,7 +25,7 @@ from data_utils.common.random_streams import derive_seed
 from data_utils.objectives import LOSS_NAMES
 from data_utils.objectives.optimus import OptimusConfig
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.attention_backends.calls import PartsPlan
+from megatron_lite.model.attention_backends.interface import EncoderDecoderPlan
 from megatron_lite.model.kernels.dropout import Dropout
 from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.model.tensor_parallel import linear
@@ -227,9 +227,9 @@ def _sentences(batch: MicroBatch) -> Sentences:
     return batch.extra_inputs
 
 
-def _parts(batch: MicroBatch) -> tuple[PartsPlan, int]:
+def _parts(batch: MicroBatch) -> tuple[EncoderDecoderPlan, int]:
     """The attention plans of both stacks, and the number of encoder tokens."""
-    assert isinstance(batch.plan, PartsPlan)
+    assert isinstance(batch.plan, EncoderDecoderPlan)
     return batch.plan, batch.plan.lengths[0]
 
 
