@@ -36,7 +36,7 @@ class GradientSums(Protocol):
     def write_weight_grad(
         self, parameter: nn.Parameter, grad: torch.Tensor, inputs: torch.Tensor, accumulate: bool
     ) -> None:
-        """Launch the product grad^T inputs, [out, in], added to the sum or written over it. Shapes: [T, out], [T, in]."""
+        """Launch the product grad^T inputs, [out, in], added to the sum or written over it. Args: [T, out], [T, in]."""
 
     def count_weight_grad(self, parameter: nn.Parameter) -> None:
         """The host's bookkeeping, after `write_weight_grad`."""
