@@ -32,7 +32,7 @@ polyline, .level, .restart { fill: none; vector-effect: non-scaling-stroke; stro
 .thick { stroke-width: 2; }
 .level { stroke-width: 1.5; stroke-dasharray: 2 4; }
 .restart { stroke-width: 1; stroke-dasharray: 6 4; opacity: .7; }
-.plot.pairs { padding-left: 40%; }
+.plot.pairs { padding-left: min(40%, 240px); }
 .error { stroke: var(--text); stroke-width: 2; }
 .published { stroke: var(--text); stroke-width: 1; stroke-dasharray: 5 4; }
 .swatch { display: inline-block; width: 18px; height: 0; border-top: 3px solid; vertical-align: middle;
