@@ -130,10 +130,17 @@ def read_examples(path: Path) -> Documents:
 
 
 def read_webster(path: Path) -> Documents:
-    """The Collaborative International Dictionary of English: definitions and quotations."""
+    """The Collaborative International Dictionary of English: definitions and quotations of each word."""
     for paragraphs in read_dictionary(path):
-        kept = (re.sub(r"\[[^\]]*\]|--[A-Z][\w. ]*$", " ", one.strip()) for one in paragraphs[1:])
-        yield [re.sub(r"^\s*(?:\([a-z]\)|\d+\.)|\s+(?=[.,;])", "", one).strip() for one in kept]
+        texts = []
+        for text in paragraphs:
+            text = re.sub(
+                r"^\S.*?\\[^\\]*\\,?\s*(?:[a-z]+\.\s*)*", "", text, flags=re.DOTALL
+            )  # word, its sound and kind
+            text = re.sub(r"\[[^\]]*\]|--[A-Z][\w. ]*$", " ", text)  # etymology, dictionary, author
+            text = re.sub(r"\s+(?=[.,;])", "", text.strip())
+            texts.append(re.sub(r"^(?:\d+\.|\([a-z]\))\s*", "", text))
+        yield texts
 
 
 def read_pod(path: Path) -> Documents:
