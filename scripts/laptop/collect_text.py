@@ -173,7 +173,7 @@ SOURCES = (
     Source("sword-comm-scofield", "debian", "**/*.bzs", read_sword, "public domain"),
     Source("fortunes", "debian", "**/fortunes/*", read_fortunes, "BSD and others, free"),
     Source("dict-wn", "debian", "**/wn.dict.dz", read_examples, "WordNet"),
-    Source("dict-gcide", "debian", "**/gcide.dict.dz", read_webster, "GPL-3"),
+    Source("dict-gcide", "debian", "**/gcide.dict.dz", read_webster, "GPL"),
     Source("dict-devil", "debian", "**/*.dict.dz", read_dictionary, "public domain"),
     Source("dict-jargon", "debian", "**/*.dict.dz", read_dictionary, "public domain"),
     Source("dict-foldoc", "debian", "**/*.dict.dz", read_dictionary, "GFDL", True),
