@@ -5,6 +5,7 @@ import json
 import os
 import struct
 import subprocess
+import sys
 import zlib
 from pathlib import Path
 
@@ -175,3 +176,43 @@ def test_bad_arguments_of_the_script_are_refused(arguments, tmp_path):
     assert result.returncode == 2
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_the_smoke_run_and_its_benchmark(tmp_path):
+    """All stages on text of one's own, again without work, and the same seconds for transformers' models."""
+    write(tmp_path / "own.txt", "\n\n".join(prose(number) for number in range(300)))
+    pairs = [
+        {"sentence_good": f"the dogs {verb}", "sentence_bad": f"the dogs {verb}s"} for verb in ("run", "see")
+    ]
+    write(tmp_path / "pairs/one.jsonl", "".join(json.dumps(pair) + "\n" for pair in pairs))
+    directory = tmp_path / "laptop"
+    arguments = [
+        "--smoke",
+        "--text",
+        str(tmp_path / "own.txt"),
+        "--blimp",
+        str(tmp_path / "pairs"),
+        str(directory),
+    ]
+    done = laptop(*arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (directory / "report.html").exists() and (directory / "blimp.png").exists()
+    first, last = (
+        json.loads((directory / f"run/minimal_pairs_phase_{n}.json").read_text())[str(directory / "run")]
+        for n in (1, 2)
+    )
+    assert first["pairs"] == 1 and last["score"] == "blanks"
+    again = laptop(*arguments)
+    assert again.returncode == 0 and again.stdout.count("already") == 6, again.stdout
+
+    command = [
+        sys.executable, "benchmarks/same_hours.py", "--laptop", str(directory), "--work", str(tmp_path / "work"),
+        "--blimp", str(tmp_path / "pairs"), "--sentences", "2", "--seconds", "2", "--slice", "1", "--precision", "fp32",
+        "--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png"),
+        "--set", "model.num_layers=1", "model.hidden_size=32", "model.num_attention_heads=1", "model.ffn_size=64",
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for one in json.loads((tmp_path / "a.json").read_text()).values():
+        assert one["step"] == one["steps"] and 0 <= one["points"][-1]["blimp"] <= 1
