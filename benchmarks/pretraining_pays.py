@@ -190,7 +190,10 @@ def tuned(
         },
         "finetune": {"epochs": options.epochs, "seeds": list(seeds), "warmup_share": 0.1},
         "optimizer": {"kind": "adamw", "lr": rate, "weight_decay": 0.01},
-        "schedule": {"kind": "linear", "min_lr_ratio": 0.0},
+        # The run's own schedule, phases and averages are of pretraining.
+        "schedule": {"kind": "linear", "min_lr_ratio": 0.0, "parts": []},
+        "phases": [],
+        "ema": {"decay": None, "use": False},
         "batch": {"micro_batch_size": 16, "global_batch_size": 16},
         "training": {"precision": "fp32"},
         "checkpoint": {"save_interval": 0},

@@ -431,7 +431,8 @@ def take_turn(options: argparse.Namespace, system: str, plan: dict[str, Any]) ->
     directory = options.work / system
     state = load_json(directory / "state.json", "state")
     points = state["points"]
-    if not points or points[-1]["step"] == state["step"]:  # else a slice was trained and not scored yet
+    scored_step = points[-1]["step"] if points else 0
+    if scored_step == state["step"]:  # else a slice was trained, and the command ended before its score
         if system == "glm":
             train_glm(options, plan, state)
         else:
@@ -507,7 +508,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
             percent = [100 * point["blimp"] for point in one["points"]]
             errors = [100 * (point["blimp_error"] or 0.0) for point in one["points"]]
             right.errorbar(seconds, percent, errors, marker=".", capsize=2, label=LABELS[system])
-    left.set_ylabel("held-out sentences, nats per word (each as it scores)")
+    left.set_ylabel("held-out sentences, nats per word")
     right.set_ylabel("minimal pairs, percent right")
     right.axhline(50, color="gray", linestyle=":")
     for axes in (left, right):
