@@ -160,6 +160,7 @@ def start_of(options: argparse.Namespace, commands: Commands, model: str) -> lis
             for name in ("model", "tokenizer", "blank_infilling", "objectives")
             if tree.get(name)
         }
+        kept["data"] = {"sequence_length": tree["data"]["sequence_length"]}
         path = options.work / "untrained.yaml"
         path.write_text(yaml.safe_dump(kept), encoding="utf-8")
         return ["--config", str(path)]

@@ -253,6 +253,7 @@ def test_the_rate_is_chosen_on_the_validation_split(wheels, tmp_path, monkeypatc
     (run / "checkpoints").mkdir(parents=True)
     (run / "config.yaml").write_text(
         "model: {num_layers: 1}\ntraining: {steps: 3}\ntokenizer: {kind: hf_json}\n"
+        "data: {sequence_length: 64, train: [{prefix: a}]}\n"
     )
     calls = []
 
@@ -302,10 +303,8 @@ def test_the_rate_is_chosen_on_the_validation_split(wheels, tmp_path, monkeypatc
     assert "| news | all-MiniLM-L6-v2 | 0.001 | 0.815 | 0.007 | 0.810 0.820 |" in capsys.readouterr().out
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     (start,) = {call[2] for call in calls if "--config" in call}
-    assert set(pretraining_pays.yaml.safe_load(pretraining_pays.Path(start).read_text())) == {
-        "model",
-        "tokenizer",
-    }
+    untrained = pretraining_pays.yaml.safe_load(pretraining_pays.Path(start).read_text())
+    assert set(untrained) == {"model", "tokenizer", "data"} and untrained["data"] == {"sequence_length": 64}
     done = len(calls)
     assert pretraining_pays.main(arguments) == 0 and len([c for c in calls[done:] if "finetune" in c[0]]) == 0
 
