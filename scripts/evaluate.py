@@ -50,6 +50,8 @@ def parse_arguments() -> argparse.Namespace:
         "left-to-right)"
     )
     add("--score", choices=SCORES, help=text)
+    text = "minimal pairs: only the first of each paradigm, for an estimate (default: all)"
+    add("--pairs", type=int, metavar="COUNT", help=text)
     add("--every-step", action="store_true", help="all checkpoints of each run instead of the latest")
     add("--tokenizer", type=Path, help="tokenizer path, if it moved since training")
     add("--batch", type=int, default=16, metavar="SAMPLES", help="batch size of a forward pass (default 16)")
@@ -70,6 +72,12 @@ def parse_arguments() -> argparse.Namespace:
         raise ConfigError(
             "--score is how minimal pairs are scored; pass --minimal-pairs PATH, or leave it out."
         )
+    if arguments.pairs is not None and arguments.minimal_pairs is None:
+        raise ConfigError(
+            "--pairs is how many minimal pairs are scored; pass --minimal-pairs PATH, or leave it out."
+        )
+    if arguments.pairs is not None and arguments.pairs < 1:
+        raise ConfigError(f"--pairs is {arguments.pairs}; it must be a number of pairs, at least 1.")
     if arguments.batch < 1:
         raise ConfigError(f"--batch is {arguments.batch}; it must be a number of samples, at least 1.")
     return arguments
@@ -119,7 +127,7 @@ def main() -> None:
 
 def compare_pairs(arguments: argparse.Namespace, given: Sequence[Path], tree: Mapping[str, Any]) -> None:
     """Score the minimal pairs with every checkpoint."""
-    pairs = read_minimal_pairs(arguments.minimal_pairs)
+    pairs = read_minimal_pairs(arguments.minimal_pairs, arguments.pairs)
     from megatron_lite.finetune import minimal_pairs
     from megatron_lite.finetune.checkpoints import opened, steps_of
     from megatron_lite.finetune.harness import Harness

@@ -42,6 +42,7 @@ done
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_environment.sh
+source scripts/stages.sh
 
 megabytes=4 vocab_size=2048 margin=(--margin 0.3) scored_samples=400 small=() overrides=()
 if $smoke; then
@@ -61,31 +62,7 @@ run=$directory/run
 exported=$directory/huggingface
 sentence='If this is [MASK], the function returns the [MASK].'
 
-# ---- the frame of a stage ----
-
-number=0 title=preparation
 readonly number_of_stages=12
-
-stage() { # TITLE FUNCTION
-    number=$((number + 1)) title=$1
-    local start=$SECONDS
-    printf '\n== %d/%d %s\n' "$number" "$number_of_stages" "$title"
-    "$2"
-    printf '== %d/%d done in %d s\n' "$number" "$number_of_stages" $((SECONDS - start))
-}
-
-report_failure() {
-    local status=$?
-    if ((status != 0)); then
-        printf '\nstage %d (%s) failed or was interrupted. See the message above; then run the same command\n' \
-            "$number" "$title" >&2
-        printf 'again: finished stages are skipped and training resumes from its last checkpoint.\n' >&2
-    fi
-}
-
-up_to_date() { # RESULT SOURCE: the result exists and is not older
-    [[ -e $1 && ! $1 -ot $2 ]] && echo "already there: $1"
-}
 
 # ---- stages ----
 
@@ -115,12 +92,6 @@ build() {
 pretrain() { # OVERRIDE...
     .venv/bin/deepspeed --log_level error --master_port $((20000 + RANDOM % 10000)) --num_gpus "$processes" \
         pretrain_glm.py --config configs/tiny.yaml "${settings[@]}" "$@"
-}
-
-trained_steps() { # the step of the newest checkpoint
-    local newest
-    newest=$(find "$run/checkpoints" -maxdepth 1 -name 'step_*[0-9]' 2>/dev/null | sort | tail -n 1)
-    [[ -n $newest ]] && echo $((10#${newest##*step_})) || echo 0
 }
 
 train_first_half() {
@@ -187,21 +158,8 @@ END
 # ---- the whole ----
 
 trap report_failure EXIT
-if [[ -d $directory && -n $(ls -A "$directory") && ! -e $directory/.quickstart ]]; then
-    echo "error: $directory is not empty and not from an earlier quickstart; choose another directory." >&2
-    exit 2
-fi
-mkdir -p "$directory"
-touch "$directory/.quickstart"
-
-processes=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
-if ((processes > 2)); then processes=2; fi
-if ((processes == 0)); then
-    processes=2
-    export DS_ACCELERATOR=cpu # the launcher would warn on every start that it found no GPU
-fi
-threads=$(($(nproc) / processes))
-export OMP_NUM_THREADS=$((threads > 0 ? threads : 1))
+claim_directory quickstart
+choose_processes
 
 stage 'environment' install
 settings=(

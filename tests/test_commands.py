@@ -121,10 +121,12 @@ TABLE = [
     Row("srun", "tests/data/build, with --mpi: needs SLURM"),
     Row("bash scripts/launch_node.sh", "tests/train/test_slurm.py: starts a whole node"),
     Row("bash scripts/quickstart.sh", ".ci/run, with --smoke"),
+    Row("bash scripts/laptop.sh", "tests/scripts/test_laptop.py: its stages, as slow, with --smoke"),
     Row("bash scripts/test.sh", ".ci/run"),
     Row("bash .ci/run", "it is what runs this"),
     Row("make", ".ci/run has its commands"),
     Row("docker", "tests/outside/test_installation.py reads the Dockerfile: needs Docker"),
+    Row("pip download", "tests/test_laptop_benchmarks.py: makes files as in these packages"),
     Row("pip install", "requirements-dev.txt has these packages"),
     Row("wandb login", "asks for an account"),
 ]

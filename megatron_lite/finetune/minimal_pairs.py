@@ -19,16 +19,11 @@ from typing import Any
 
 from data_utils.common.errors import DataError
 from data_utils.common.progress import progress_bar
-from data_utils.tasks.readers.minimal_pairs import MinimalPair
+from data_utils.tasks.readers.minimal_pairs import BLIMP_PARADIGMS, PUBLISHED, MinimalPair
 from megatron_lite.finetune.harness import Harness
 
 USUAL = {"bert": "words", "glm": "blanks"}  # by the form of the model's inputs; others: left-to-right
 PAIRS_OF_A_PASS = 100  # scored together, so that progress is shown
-
-# Means over the paradigms of BLiMP in percent, computed from the scores by paradigm that its authors publish
-# (github.com/alexwarstadt/blimp).
-PUBLISHED = {"5-gram": 61.2, "Transformer-XL": 69.6, "LSTM": 69.8, "GPT-2": 83.0}
-BLIMP_PARADIGMS = 67
 
 
 @dataclass

@@ -52,6 +52,7 @@ class LogInterval:
         self.flops = 0.0
         self.data_seconds = 0.0  # seconds for which the loop waited for data
         self.started = time.perf_counter()
+        self.cpu_started = time.process_time()
 
     def add(self, tokens: int, padded_tokens: int, flops: float, objective_sums: torch.Tensor) -> None:
         """Add a step."""
@@ -71,9 +72,10 @@ class LogInterval:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Leave the time within the context out of the interval: it is not training."""
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         yield
         self.started += time.perf_counter() - start
+        self.cpu_started += time.process_time() - cpu_start
 
 
 def objective_losses(

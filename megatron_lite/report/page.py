@@ -16,6 +16,7 @@ from data_utils.common.setting_files import shorten
 from megatron_lite.metrics.formatting import format_count, format_duration
 from megatron_lite.report.charts import Chart, Line, draw, swatch
 from megatron_lite.report.html import Html, element, joined, table
+from megatron_lite.report.pairs import pair_figure
 from megatron_lite.report.phases import phase_table
 from megatron_lite.report.run import RunReport, flat
 from megatron_lite.report.style import STYLE
@@ -49,6 +50,7 @@ def page(runs: Sequence[RunReport], made_at: float) -> str:
         *_section(
             "Scores", *_charts(_score_charts(runs)), *(part for run in runs for part in _scores(run, runs))
         ),
+        *_section("Minimal pairs", *(part for run in runs for part in _minimal_pairs(run, runs))),
         *_section("Latent space", *_charts(_latent_charts(runs))),
         *_section("Optimization", *_charts(_optimization_charts(runs))),
         *_section("Speed and memory", *_charts(_speed_charts(runs))),
@@ -299,6 +301,11 @@ def _scores(run: RunReport, runs: Sequence[RunReport]) -> Iterator[Html]:
         for name in names
     ]
     yield table(["", *(shorten(name, 60) for name in run.scores)], rows, "numbers")
+
+
+def _minimal_pairs(run: RunReport, runs: Sequence[RunReport]) -> Iterator[Html]:
+    if run.minimal_pairs:
+        yield from [*_heading(run, runs), *pair_figure(run)]
 
 
 def _figure(value: float | None) -> str:

@@ -29,7 +29,24 @@ from megatron_lite.runtime.run_state import MEANINGS, read_run_state
 MAX_CHECKPOINTS = 20  # of a run, that are looked at
 # Written by scripts/quickstart/scores.py, and by scripts/finetune.py in the directory of each seed.
 SCORES, RESULTS = "scores.json", "results.json"
+# Written by scripts/evaluate.py --minimal-pairs --json; what stands for * names the measurement.
+MINIMAL_PAIRS = "minimal_pairs*.json"
 _Figures = dict[str, float | int | None]
+
+
+class PairFigures(TypedDict):
+    """Accuracy of some minimal pairs."""
+
+    accuracy: float
+    standard_error: float | None
+
+
+class PairScores(PairFigures):
+    """What was measured on minimal pairs. Other keys of the file are not read."""
+
+    score: str  # how sentences were scored
+    phenomena: dict[str, PairFigures]
+    paradigms: dict[str, PairFigures]
 
 
 class _OfFile(TypedDict):
@@ -69,6 +86,7 @@ class RunReport:
     state: dict[str, Any] = field(default_factory=dict)  # of the newest checkpoint
     unigram: dict[str, float] = field(default_factory=dict)
     scores: dict[str, dict[str, float]] = field(default_factory=dict)  # what was measured -> figure -> value
+    minimal_pairs: dict[str, PairScores] = field(default_factory=dict)  # by measurement
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -89,6 +107,7 @@ def read_run(path: Path) -> RunReport:
     try:
         run.unigram = read_unigram(path)
         run.scores = read_scores(path)
+        run.minimal_pairs = read_minimal_pairs(path)
     except DataError as error:
         run.notes.append(str(error))
     return run
@@ -215,3 +234,21 @@ def flat(tree: Any, path: str = "") -> dict[str, str]:
         return {path: json.dumps(tree, ensure_ascii=False, default=str)}
     except ValueError:  # a list that holds itself
         return {path: str(tree)}
+
+
+def read_minimal_pairs(run: Path) -> dict[str, PairScores]:
+    """The results on minimal pairs that lie in the run's directory, in the order of their names.
+
+    Raises DataError for a damaged file.
+    """
+    found: dict[str, PairScores] = {}
+    for path in sorted(run.glob(MINIMAL_PAIRS)):
+        try:
+            measured = conform(parse_json(read_bounded(path, MAX_BYTES)), dict[str, PairScores])
+        except (ValueError, OSError) as error:
+            raise DataError(f"{path} {error}; recreate it, or remove it.") from None
+        label = path.stem.removeprefix("minimal_pairs").strip("_.-").replace("_", " ") or "minimal pairs"
+        for checkpoint, scores in measured.items():
+            # With --every-step a file has several checkpoints.
+            found[label if len(measured) == 1 else f"{label}, {Path(checkpoint).name}"] = scores
+    return found

@@ -32,6 +32,9 @@ polyline, .level, .restart { fill: none; vector-effect: non-scaling-stroke; stro
 .thick { stroke-width: 2; }
 .level { stroke-width: 1.5; stroke-dasharray: 2 4; }
 .restart { stroke-width: 1; stroke-dasharray: 6 4; opacity: .7; }
+.plot.pairs { padding-left: min(40%, 240px); }
+.error { stroke: var(--text); stroke-width: 2; }
+.published { stroke: var(--text); stroke-width: 1; stroke-dasharray: 5 4; }
 .swatch { display: inline-block; width: 18px; height: 0; border-top: 3px solid; vertical-align: middle;
   margin-right: 2px; }
 .swatch.thin { border-top-width: 1px; }
@@ -60,6 +63,6 @@ code { font: .92em ui-monospace, monospace; overflow-wrap: anywhere; }
   h2, h3 { break-after: avoid; } details:not([open]) { display: none; } }
 """ + "\n".join(
     f".run{number} {{ stroke: var(--c{number}); }} i.run{number} {{ border-top-color: var(--c{number}); }} "
-    f"circle.run{number} {{ fill: var(--c{number}); }}"
+    f"circle.run{number}, rect.run{number} {{ fill: var(--c{number}); }}"
     for number in range(8)
 )

@@ -20,6 +20,7 @@ from megatron_lite.model.flops import parameter_count
 PRESETS = {
     "tiny": (2, 128, 2, 2048, 658_944),
     "mini": (6, 256, 4, 8192, 6_836_224),
+    "laptop": (8, 256, 4, 8192, 8_524_032),
     "small": (8, 512, 8, 32_000, 41_604_096),
     "medium": (12, 768, 12, 32_000, 109_632_000),
 }

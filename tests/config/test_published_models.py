@@ -513,7 +513,7 @@ def test_optimus_has_the_recipe_of_its_pretraining():
 def test_every_configuration_is_in_a_table():
     named = {path.stem for path in MODELS.glob("*.yaml")}
     named |= {f"sizes/{path.stem}" for path in MODELS.glob("sizes/*.yaml")}
-    own = {"tiny", "mini", "small", "medium", "optimus-tiny", "optimus-base", "llada-small"}
+    own = {"tiny", "mini", "laptop", "small", "medium", "optimus-tiny", "optimus-base", "llada-small"}
     continued = {name for name, *_ in CONTINUED}
     named -= {
         name for name in named if name.startswith(("electra-", "ernie-thu-")) or name.endswith("-rtd")

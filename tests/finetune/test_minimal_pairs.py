@@ -257,3 +257,15 @@ def test_published_means_are_drawn_for_the_whole_benchmark_alone(tmp_path, monke
     found = [minimal_pairs.Paradigm(f"p{i}", "some", [True, False]) for i in range(paradigms)]
     minimal_pairs.draw(tmp_path / "a.png", {"run": minimal_pairs.Scores("words", found)})
     assert written == (list(minimal_pairs.PUBLISHED) if paradigms == 67 else [])
+
+
+def test_the_first_pairs_of_each_paradigm(tmp_path):
+    lines = [
+        {"sentence_good": f"g{i}", "sentence_bad": f"b{i}", "UID": uid}
+        for i in range(3)
+        for uid in ("one", "two")
+    ]
+    (tmp_path / "all.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = [(pair.paradigm, pair.good) for pair in read_minimal_pairs(tmp_path, 2)]
+    assert found == [("one", "g0"), ("one", "g1"), ("two", "g0"), ("two", "g1")]
+    assert len(read_minimal_pairs(tmp_path)) == 6

@@ -1,5 +1,6 @@
 """The page as text: what it says of a run, and what it says when parts of a run are missing."""
 
+import json
 import re
 import shutil
 from html.parser import HTMLParser
@@ -300,3 +301,33 @@ def test_damaged_scores_are_a_note(name, content, tmp_path):
     run = write_records(tmp_path / "run", [train(1)])
     (run / name).write_bytes(content)
     assert f"{name} " in read(run).text and "recreate it" in read(run).text
+
+
+def pair_scores(names, accuracy=0.625, error=0.03125):
+    """The form of scripts/evaluate.py's --json, of two phenomena."""
+    figures = {"accuracy": accuracy, "standard_error": error, "pairs": 8, "ties": 0}
+    phenomena = {name: {**figures, "accuracy": 0.75} for name in ("agreement", "binding")}
+    return {"score": "blanks", **figures, "phenomena": phenomena, "paradigms": dict.fromkeys(names, figures)}
+
+
+@pytest.mark.parametrize("paradigms", [67, 3])
+def test_minimal_pairs_are_shown_beside_published_means_of_the_whole_benchmark(paradigms, tmp_path):
+    run = write_records(tmp_path / "run", [train(1)])
+    names = [f"p{i}" for i in range(paradigms)]
+    scores = {"phase_1": pair_scores(names), "phase_2": pair_scores(names, accuracy=0.6875, error=None)}
+    for name, tree in scores.items():
+        (run / f"minimal_pairs_{name}.json").write_text(json.dumps({str(run): tree}))
+    found = read(run)
+    plus_minus = "\N{PLUS-MINUS SIGN}"
+    assert f"phase 1 phase 2 agreement 75.0 {plus_minus} 3.1 75.0 " in found.text
+    assert f"all 62.5 {plus_minus} 3.1 68.8" in found.text
+    assert f"phase 1, all: 62.5 {plus_minus} 3.1" in found.text  # of a bar
+    assert ("GPT-2" in found.text and "83" in found.text) == (paradigms == 67)
+    assert "Minimal pairs" not in read(write_records(tmp_path / "other", [train(1)])).text
+
+
+@pytest.mark.parametrize("content", [b"{", b"[1]", b'{"run": {"accuracy": 0.5}}'])
+def test_damaged_minimal_pairs_are_a_note(content, tmp_path):
+    run = write_records(tmp_path / "run", [train(1)])
+    (run / "minimal_pairs.json").write_bytes(content)
+    assert "minimal_pairs.json" in read(run).text and "recreate it" in read(run).text

@@ -20,7 +20,14 @@ from megatron_lite.model.flops import parameter_count
 from scripts.quickstart.fill_examples import render
 from scripts.quickstart.words import WordBlank
 
-SHELL = ["scripts/quickstart.sh", "scripts/test.sh", "scripts/setup_environment.sh", ".ci/run"]
+SHELL = [
+    "scripts/quickstart.sh",
+    "scripts/laptop.sh",
+    "scripts/stages.sh",
+    "scripts/test.sh",
+    "scripts/setup_environment.sh",
+    ".ci/run",
+]
 
 
 def bash(*arguments: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:

@@ -15,6 +15,11 @@ from data_utils.common.setting_files import shown
 from data_utils.corpus.json_records import UnusableRecord, parse_json_object
 from data_utils.tasks.readers.files import numbered_lines
 
+# Means over the paradigms of BLiMP in percent, computed from the scores by paradigm that its authors publish
+# (github.com/alexwarstadt/blimp).
+PUBLISHED = {"5-gram": 61.2, "Transformer-XL": 69.6, "LSTM": 69.8, "GPT-2": 83.0}
+BLIMP_PARADIGMS = 67
+
 # Scores of a sentence, see megatron_lite/finetune/minimal_pairs.py.
 SCORES = ("left-to-right", "words", "tokens", "blanks")
 
@@ -27,9 +32,10 @@ class MinimalPair:
     bad: str
 
 
-def read_minimal_pairs(path: Path) -> list[MinimalPair]:
+def read_minimal_pairs(path: Path, most: int | None = None) -> list[MinimalPair]:
     """The pairs of a file, or of all .jsonl files of a directory in the order of their names.
 
+    Args: most: pairs of each paradigm, the first ones; None = all.
     Raises: DataError with file and line for a pair that cannot be compared.
     """
     if path.is_dir():
@@ -38,7 +44,13 @@ def read_minimal_pairs(path: Path) -> list[MinimalPair]:
             raise DataError(f"{path} has no .jsonl file; name the directory of the benchmark's files.")
     else:
         files = [path]
-    return [pair for file in files for pair in _read_file(file)]
+    pairs = [pair for file in files for pair in _read_file(file)]
+    if most is None:
+        return pairs
+    paradigms: dict[str, list[MinimalPair]] = {}
+    for pair in pairs:
+        paradigms.setdefault(pair.paradigm, []).append(pair)
+    return [pair for paradigm in paradigms.values() for pair in paradigm[:most]]
 
 
 def _read_file(path: Path) -> list[MinimalPair]:

