@@ -166,9 +166,17 @@ MISTAKES = {
     "optimizers": (["--hidden", "8"], "--hidden is 8; it must be at least 64"),
     "padding": (["--prefix", "absent", "--samples", "0"], "--samples is 0; it must be at least 1"),
     "parallel": (["--json", "file/rows.json"], "--json file/rows.json: "),
+    "pretraining_pays": (
+        ["--run", "absent", "--wheels", "absent", "--work", "work"],
+        "absent/checkpoints does not exist; run scripts/laptop.sh",
+    ),
     "preprocess": (["--work", "file/work"], "file is not a writable directory"),
     "reading": (["absent"], "CHECKOUT is absent, which is not a directory"),
     "real_tasks": (["--reviews", "absent"], "--reviews absent holds no reviews; give rotten_tomatoes"),
+    "same_hours": (
+        ["--laptop", "absent", "--work", "work"],
+        "absent/tokenizer does not exist; run scripts/laptop.sh",
+    ),
     "scaling_ladder": (["--widths", "32"], "--widths is 32; it must be at least 64"),
     "train_step": (["--repeats", "many"], "argument --repeats: invalid int value: 'many'"),
 }

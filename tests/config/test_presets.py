@@ -60,7 +60,7 @@ def test_a_preset_needs_what_it_says(name):
     assert float(number) * {"million": 1e6, "billion": 1e9}[scale] == pytest.approx(tokens, rel=0.06)
     assert tokens / parameter_count(config.model) == pytest.approx(float(each), rel=0.06)
     if name != "mini":
-        said = re.search(r"([\d.]+) GiB at the peak, of (\d+) .*?; (\d+) minutes of an H100", words)
+        said = re.search(r"([\d.]+) GiB at the peak, for a GPU of (\d+) GiB; (\d+) minutes of an H100", words)
         gib, room, minutes = map(float, said.groups())
         assert found.peak_gib == pytest.approx(gib, rel=0.03) and gib + RESERVED_GIB < room
         assert steps * found.roofline_ms / 60e3 == pytest.approx(minutes, rel=0.06)

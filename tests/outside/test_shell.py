@@ -136,11 +136,13 @@ def test_settings_of_another_run_are_refused(finished):
     refused(
         finished.start(*others),
         *list(others.values())[:2],
-        "and 1 more): nothing would be trained with these",
+        "so the new ones would train nothing",
     )
     for setting, message in list(others.items())[2:]:
         refused(
-            finished.start(setting), message, "Choose another run.directory for them, or set what the run has"
+            finished.start(setting),
+            message,
+            "Choose another run.directory, or the settings of its config.yaml",
         )
     assert listing(finished.run) == before
 

@@ -109,8 +109,8 @@ class Start:
 
     def __init__(self, tree: dict[str, Any], indexes: list[WindowIndex]):
         self.config = build(Config, tree)
-        self.plan = self.config.phase_plan
-        self._mixtures: list[Mixture] = phase_mixtures(indexes, SEED, self.plan.samples)
+        self.phase_plan = self.config.phase_plan
+        self._mixtures: list[Mixture] = phase_mixtures(indexes, SEED, self.phase_plan.samples)
 
     def texts(self, step: int, ranks: int) -> list[Text]:
         """The samples of a step as its ranks take them, in the order of their numbers."""
