@@ -15,14 +15,10 @@ from support.distributed import run_ranks
 from support.project import ROOT
 from support.training import fit
 
-import pretrain_glm
-from data_utils.common.errors import ExitStatus
 from data_utils.common.settings import build, merge, parse_override, setting_names, to_tree
 from megatron_lite.checkpoint.manifest import Checkpoint
 from megatron_lite.checkpoint.trainer_state import TrainerState
 from megatron_lite.config.tree import Config, load_config
-from megatron_lite.parallel.launch import Launch
-from megatron_lite.parallel.rendezvous import Rendezvous
 from megatron_lite.runtime.finished_runs import nothing_to_do
 from megatron_lite.runtime.run_state import Condition, RunState
 
@@ -213,8 +209,9 @@ def test_a_finished_run_ends_in_one_line_before_libraries_are_loaded(settings, t
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
 
 
-def test_notes_on_the_configuration_are_logged_once(settings, monkeypatch, caplog):
-    monkeypatch.setattr(pretrain_glm, "train_with", lambda *arguments: ExitStatus.FINISHED)
-    caplog.set_level("INFO")
-    pretrain_glm.train(build(Config, settings), Launch(0, 1, 0), Rendezvous(), ["a note"])
-    assert caplog.messages.count("a note") == 1
+def test_notes_on_the_configuration_are_logged_once(settings, tmp_path):
+    tree = merge(settings, {"training": {"steps": 20}, "schedule": {"warmup_steps": 8}})
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+    result = forked("pretrain_glm.py", "--config", tmp_path / "config.yaml", "training.steps=1")
+    assert result.returncode == 0, result.stderr
+    assert (result.stdout + result.stderr).count("schedule.warmup_steps is scaled to 0") == 1
