@@ -320,6 +320,18 @@ def scratch(stock, tmp_path):
     data = {name: [{"prefix": f"data/corpus_{name}"}] for name in ("train", "validation")}
     tokenizer = {"kind": "bert_wordpiece", "path": "vocab.txt"}
     change(tmp_path / "configs/tiny.yaml", {"data": data, "tokenizer": tokenizer})
+    pairs = [  # as BLiMP's files, one for each paradigm
+        {
+            "sentence_good": "The cats sleep.",
+            "sentence_bad": "The cats sleeps.",
+            "UID": uid,
+            "linguistics_term": "agreement",
+        }
+        for uid in ("first", "second")
+    ]
+    (tmp_path / "blimp/data").mkdir(parents=True)
+    for pair in pairs:
+        (tmp_path / f"blimp/data/{pair['UID']}.jsonl").write_text(f"{json.dumps(pair)}\n" * 2)
     return tmp_path
 
 
