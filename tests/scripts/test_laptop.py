@@ -181,7 +181,8 @@ def test_bad_arguments_of_the_script_are_refused(arguments, tmp_path):
 @pytest.mark.slow
 def test_the_smoke_run_and_its_benchmark(tmp_path):
     """All stages on text of one's own, again without work, and the same seconds for transformers' models."""
-    write(tmp_path / "own.txt", "\n\n".join(prose(number) for number in range(300)))
+    documents = (json.dumps({"text": prose(number)}) for number in range(300))
+    write(tmp_path / "own.jsonl", "".join(f"{document}\n" for document in documents))
     pairs = [
         {"sentence_good": f"the dogs {verb}", "sentence_bad": f"the dogs {verb}s"} for verb in ("run", "see")
     ]
@@ -190,7 +191,7 @@ def test_the_smoke_run_and_its_benchmark(tmp_path):
     arguments = [
         "--smoke",
         "--text",
-        str(tmp_path / "own.txt"),
+        str(tmp_path / "own.jsonl"),
         "--blimp",
         str(tmp_path / "pairs"),
         str(directory),
