@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""The same hours elsewhere: our GLM beside transformers' GPT-2 and BERT on the same text, for the same CPU seconds.
+"""The same hours elsewhere: our GLM compared with transformers' GPT-2 and BERT on equal text and equal CPU seconds.
 
     bash scripts/laptop.sh
     python benchmarks/same_hours.py --laptop laptop --work same_hours --blimp blimp/data --plot same_hours.png
 
 All three have the layers, width and heads of configs/laptop.yaml, no dropout, the tokenizer and training text of
 --laptop, rows of 128 tokens, batches of 32 rows, the same precision and number of threads. They take turns in one
-command: the system with the fewest CPU seconds trains for the next --slice of them, in a process of its own, and is
+command: the system with the fewest CPU seconds trains for the next --slice of them, in a separate process, and is
 scored. So a busy machine slows all of them. Seconds are those of training alone: starts, scores and saves do not count.
 
 The peers train in a plain loop with torch's fused AdamW: transformers' Trainer runs the same operations and adds its
@@ -247,7 +247,7 @@ def peer_scorer(options: argparse.Namespace, trained: Peer) -> Callable[[Sequenc
     return score
 
 
-# ---- slices, each in a process of its own ----
+# ---- slices, each in a separate process ----
 
 
 def calibrate_peer(options: argparse.Namespace, system: str) -> dict[str, Any]:
@@ -378,7 +378,7 @@ def environment(options: argparse.Namespace) -> dict[str, str]:
 
 
 def child(options: argparse.Namespace, task: str, system: str) -> None:
-    """This script in a process of its own, which writes its result below --work."""
+    """This script in a separate process, which writes its result below --work."""
     command = [sys.executable, str(Path(__file__).resolve()), *options.command, "--child", task, system]
     done = subprocess.run(command, env=environment(options), capture_output=True, text=True)
     if done.returncode:

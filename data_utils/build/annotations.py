@@ -1,4 +1,4 @@
-"""Annotations of a build: an int32 stored beside each token, -1 where it has none. Four types, one for a dataset:
+"""Annotations of a build: an int32 stored for each token, -1 where it has none. Four types, one for a dataset:
 
     entities   the number of the entity that begins at the token (`--entities-key`, corpus/mentions.py)
     spans      the length in tokens of the span that begins at the token (`--spans-key`); a record lists spans as it

@@ -91,7 +91,7 @@ class Muon(TensorOptimizer):
         momentum = self.settings.momentum
         for shard in shards:
             shard.state["exp_avg"].lerp_(shard.gradient, (1 - momentum) * self.step_factor)
-            # Nesterov's momentum: the gradient has a weight in u beside its weight in B.
+            # Nesterov's momentum: the gradient has a weight in u besides its weight in B.
             shard.gradient.lerp_(shard.state["exp_avg"], momentum)
         # The exchange has fixed sizes, so the slices of frozen matrices take part as zeros.
         directions = [

@@ -1,4 +1,4 @@
-"""Minimal pairs in the report: bars beside published means, and a table with standard errors."""
+"""Minimal pairs in the report: bars with published means, and a table with standard errors."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class Prefetch:
 
     The trainer starts the position that probably follows, and takes the one that the step needs: a wrong guess costs
     time only. The thread calls no collective, and an error in it is raised where its step begins. It works on one step
-    at a time, so a rank holds the inputs of at most one step besides those of the step that it computes.
+    at a time, so a rank holds the inputs of at most one step in addition to the inputs of the step that it computes.
 
     A thread suffices, because the compiled samplers release the interpreter's lock; a process would have to send the
     arrays back.

@@ -8,7 +8,8 @@ nothing of them runs: their files are only read. Packages that are there already
 that cannot be had is a warning, so that a machine without apt reads what it has, or text of its own with --text.
 
 Of each text whole paragraphs of English prose are kept, without markup. Paragraphs that differ from an earlier one only
-in names and numbers are dropped. A chapter, an article or a file is a document. Sources are read in the order of the
+in names and numbers are dropped. A chapter, an article or a file is a document, and of a long text of your own every
+500 words. Sources are read in the order of the
 list until there are --max-words words. The same packages give the same bytes.
 """
 
@@ -34,6 +35,7 @@ from data_utils.common.files import require_writable, write_whole
 from scripts.quickstart.collect_corpus import english_paragraphs, is_english, unseen
 
 MIN_DOCUMENT_WORDS = 40
+OWN_DOCUMENT_WORDS = 500  # after which a text of one's own is cut
 DOWNLOAD_SECONDS = 600
 
 _BLOCK_TAG = re.compile(
@@ -257,17 +259,38 @@ def package_documents(packages: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def own_documents(files: Sequence[Path]) -> Iterator[tuple[str, list[str]]]:
-    """Documents of text files (one each) and of JSON lines with a field text."""
+    """Documents of text files and of JSON lines with a field text; long texts are cut into several."""
     for path in files:
-        text = path.read_text("utf-8")
+        try:
+            text = path.read_text("utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path} is not UTF-8 at byte {error.start}; convert it.") from None
         texts = [text]
         if path.suffix == ".jsonl":
             try:
                 texts = [json.loads(line)["text"] for line in text.splitlines() if line.strip()]
             except (ValueError, KeyError, TypeError):
-                raise DataError(f"{path} must hold JSON objects with a field text, one a line.") from None
+                texts = [None]
+            if not all(isinstance(one, str) for one in texts):
+                raise DataError(f"{path} must hold JSON objects with a field text, one a line.")
         for one in texts:
-            yield path.name, list(clean(re.split(r"\n\s*\n", one), technical=False))
+            # A book as one document would leave none for the validation and the test split.
+            for document in cut(list(clean(re.split(r"\n\s*\n", one), technical=False))):
+                yield path.name, document
+
+
+def cut(paragraphs: Sequence[str]) -> Iterator[list[str]]:
+    """The paragraphs in groups of at least OWN_DOCUMENT_WORDS words; the last has the rest."""
+    group: list[str] = []
+    words = 0
+    for paragraph in paragraphs:
+        group.append(paragraph)
+        words += len(paragraph.split())
+        if words >= OWN_DOCUMENT_WORDS:
+            yield group
+            group, words = [], 0
+    if group:
+        yield group
 
 
 def collect(

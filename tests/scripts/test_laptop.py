@@ -137,7 +137,23 @@ def test_own_text_is_cleaned_and_repetitions_go(tmp_path):
     assert len((tmp_path / "d.jsonl").read_text().splitlines()) == 1
 
 
+def test_a_book_is_cut_into_documents_without_losing_a_paragraph(tmp_path):
+    """One file is enough for a training, a validation and a test split."""
+    paragraphs = [prose(number) for number in range(200)]
+    write(tmp_path / "book.txt", "\n\n".join(paragraphs))
+    write(tmp_path / "book.jsonl", json.dumps({"text": "\n\n".join(paragraphs)}) + "\n")
+    for name in ("book.txt", "book.jsonl"):
+        collect_text.main(["--text", str(tmp_path / name), "--output", str(tmp_path / "c.jsonl")])
+        texts = [json.loads(line)["text"] for line in (tmp_path / "c.jsonl").read_text().splitlines()]
+        assert "\n\n".join(texts) == "\n\n".join(paragraphs)
+        lengths = [len(text.split()) for text in texts]
+        longest = max(len(paragraph.split()) for paragraph in paragraphs)
+        assert len(texts) > 5 and all(500 <= length < 500 + longest for length in lengths[:-1])
+
+
 def test_bad_arguments_are_refused(tmp_path):
+    (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
+    write(tmp_path / "number.jsonl", '{"text": 1}\n')
     output = ["--output", str(tmp_path / "c.jsonl")]
     write(tmp_path / "bad.jsonl", "[1]\n")
     write(tmp_path / "empty.txt", "x")
@@ -146,6 +162,8 @@ def test_bad_arguments_are_refused(tmp_path):
         (["--text", "missing.txt"], ConfigError, "is not a file"),
         (["--text", str(tmp_path / "empty.txt"), "--max-words", "0"], ConfigError, "at least 1"),
         (["--text", str(tmp_path / "bad.jsonl")], DataError, "field text"),
+        (["--text", str(tmp_path / "number.jsonl")], DataError, "field text"),
+        (["--text", str(tmp_path / "latin.txt")], DataError, "latin.txt is not UTF-8 at byte 3; convert it"),
         (["--text", str(tmp_path / "empty.txt")], DataError, "no English text"),
     ):
         with pytest.raises(error, match=words):

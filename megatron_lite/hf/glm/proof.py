@@ -6,8 +6,8 @@
     pipeline         the spans that the pipeline writes into texts: by how much our best token is likelier, each step
     head             the head of a task
 
-Generation is asked of models that fill blanks, beside `BlankFiller`. The pipeline obeys generation_config.json,
-which is ours in an export only.
+For models that fill blanks, generation is compared with `BlankFiller`. The pipeline obeys generation_config.json, which
+is ours in an export only.
 """
 
 from __future__ import annotations
