@@ -269,9 +269,10 @@ def own_documents(files: Sequence[Path]) -> Iterator[tuple[str, list[str]]]:
         if path.suffix == ".jsonl":
             try:
                 texts = [json.loads(line)["text"] for line in text.splitlines() if line.strip()]
+                is_text = all(isinstance(one, str) for one in texts)
             except (ValueError, KeyError, TypeError):
-                texts = [None]
-            if not all(isinstance(one, str) for one in texts):
+                is_text = False
+            if not is_text:
                 raise DataError(f"{path} must hold JSON objects with a field text, one a line.")
         for one in texts:
             # A book as one document would leave none for the validation and the test split.
