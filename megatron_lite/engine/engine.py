@@ -182,8 +182,13 @@ class Engine(ABC):
     def _zero3_engine(self, module: nn.Module, options: dict[str, Any], mpu: Any) -> Any:
         import deepspeed
 
-        settings = self._config.optimizer
-        optimizer = make_adamw(parameter_groups(self._named, self._config, self._multipliers), settings)
+        settings, named = self._config.optimizer, {}
+        for name, parameter in self._named.items():
+            if self._multipliers.get(name, NO_MULTIPLIERS).is_never_trained:
+                parameter.requires_grad_(False)  # so that DeepSpeed keeps neither state nor gradients
+            else:
+                named[name] = parameter
+        optimizer = make_adamw(parameter_groups(named, self._config, self._multipliers), settings)
         return deepspeed.initialize(
             model=module, optimizer=optimizer, config=options, mpu=mpu, dist_init_required=False
         )[0]
