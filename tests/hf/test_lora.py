@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.class_losses import class_loss, trained_losses
 from support.class_training import CASES, LR, TREE, batches_of, write_directory
+from support.commands import assert_refused, forked
 from support.distributed import run_ranks
 from support.hf_runs import WORDPIECE, write_run
 from support.hf_runs import tree as glm_tree
+from support.published import random_model
+from support.tasks import WORDS, write_task
 from support.tokenizer_files import write_bert
+from support.whole_weights import load_weights
+from transformers import BertForSequenceClassification
 
 from data_utils.common.batch_fields import WEIGHTS
 from data_utils.common.setting_files import load_yaml
 from data_utils.common.settings import build, merge, to_tree
 from data_utils.objectives import LOSSES
-from megatron_lite.checkpoint.manifest import checkpoint_name
+from megatron_lite.checkpoint.manifest import checkpoint_name, list_checkpoints
 from megatron_lite.checkpoint.read import load_checkpoint
 from megatron_lite.checkpoint.trainer_state import TrainerState
 from megatron_lite.checkpoint.verify import read_checkpoint
@@ -167,3 +173,66 @@ def test_training_and_files_are_pefts(case, ranks, tmp_path):
     assert all(torch.equal(exported[name], tensor) for name, tensor in merged.items())
     begun = class_model(case, original).state_dict()
     assert not all(torch.equal(exported[name], begun[name]) for name in begun)
+
+
+CONVERT, TUNE = "scripts/convert_checkpoint.py", "scripts/finetune.py"
+
+
+def done(script, *arguments):
+    result = forked(script, *arguments)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_a_tuned_classifier_goes_to_peft_and_comes_back(tmp_path):
+    original = tmp_path / "bert"
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    write_bert(original, names)
+    random_model("bert", std=0.05, vocab_size=len(names)).save_pretrained(original)
+    _, task = write_task(tmp_path / "task", train=32)
+    updates = ["finetune.trained=lora", "model.lora={rank: 4, targets: [query, value, mlp.dense_4h_to_h]}"]
+    settings = ["objectives={masked_lm: 1}", "data.sequence_length=64", "training.precision=fp32"]
+    begin = ["--checkpoint", original, "--task", task, "--output", tmp_path / "out", "finetune.epochs=1"]
+    assert "trained: " in done(TUNE, *begin, *settings, *updates)
+    tuned = tmp_path / "out/seed_1234"
+    done(CONVERT, "export", "--checkpoint", tuned, "--output", tmp_path / "merged")
+    done(CONVERT, "export", "--checkpoint", tuned, "--output", tmp_path / "adapter", "--adapter")
+
+    described = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert described["modules_to_save"] == ["classifier"] and described["r"] == 4
+    model = BertForSequenceClassification.from_pretrained(original, num_labels=2)
+    adapted = PeftModel.from_pretrained(model, tmp_path / "adapter")
+    written = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    assert get_peft_model_state_dict(adapted).keys() == written.keys()
+    assert sum(".lora_" in name for name in written) == 3 * 3 * 2
+    exported = BertForSequenceClassification.from_pretrained(tmp_path / "merged").state_dict()
+    merged = adapted.merge_and_unload().state_dict()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in merged.items())
+
+    done(CONVERT, "import", "--input", tmp_path / "merged", "--output", tmp_path / "whole", *settings[:2])
+    again = ["import", "--input", tmp_path / "adapter", "--output", tmp_path / "again", "--base"]
+    done(CONVERT, *again, tmp_path / "whole")
+    found, expected = (
+        load_weights(read_checkpoint(list_checkpoints(directory)[-1]))
+        for directory in (tmp_path / "again/checkpoints", tuned / "checkpoints")
+    )
+    same = [name for name in expected if ".lora." in name or name.startswith("heads.task.")]
+    assert len(same) == 3 * 3 * 2 + 2 and all(torch.equal(found[name], expected[name]) for name in same)
+
+    shutil.rmtree(tmp_path / "again")
+    assert_refused(forked(CONVERT, *again[:-1]), "pass --base RUN")
+    assert_refused(forked(CONVERT, *again, tuned), "has updates of LoRA itself")
+    assert_refused(forked(CONVERT, *again, tmp_path / "out/imported"), "classifier")  # no head
+    for name, value in (("use_dora", True), ("rank_pattern", {"query": 2}), ("peft_type", "LOHA")):
+        changed = shutil.copytree(tmp_path / "adapter", tmp_path / name)
+        (changed / "adapter_config.json").write_text(json.dumps(described | {name: value}))
+        here = ["import", "--input", changed, "--output", tmp_path / "again", "--base", tmp_path / "whole"]
+        assert_refused(forked(CONVERT, *here), f"{name} is")
+    fewer = {name: tensor for name, tensor in written.items() if "layer.1." not in name}
+    save_file(fewer, tmp_path / "use_dora/adapter_model.safetensors")
+    (tmp_path / "use_dora/adapter_config.json").write_text(json.dumps(described))
+    here = ["import", "--input", tmp_path / "use_dora", "--output", tmp_path / "again", "--base"]
+    assert_refused(forked(CONVERT, *here, tmp_path / "whole"), "it lacks layers.1.")
+    assert not (tmp_path / "again").exists()
+    plain = ["export", "--checkpoint", tmp_path / "whole", "--output", tmp_path / "again", "--adapter"]
+    assert_refused(forked(CONVERT, *plain), "has no updates of LoRA")
