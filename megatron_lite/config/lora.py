@@ -15,14 +15,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from data_utils.common.setting_files import shown
 from data_utils.common.settings import REQUIRED, check, checked, setting
 
-if TYPE_CHECKING:
-    from megatron_lite.config.model import ModelConfig
-
+ModelConfig = Any  # model.ModelConfig: model.py imports this file, and imports go one way
 LORA = ".lora."  # in the names of the parameters of updates, and of no others
 WHOLE = "whole"  # the update of a layer that the class has as one module too
 # Our layers that classes have as several modules, and what each computes.
