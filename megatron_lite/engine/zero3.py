@@ -30,9 +30,10 @@ class Zero3:
         # Before the first step, when DeepSpeed has none yet: a load must find tensors to fill.
         allocate_moments(self.optimizer, optimizer.fp32_partitioned_groups_flat)
         # This rank's range, fp32: the weights themselves, or a copy in the host's memory, which only saves read.
+        parameters: dict[Any, LrMultipliers] = dict(multipliers)
         self._never_trained = {
             p: p.ds_tensor.data if p.ds_tensor.dtype == torch.float32 else p.ds_tensor.data.float().cpu()
-            for p, factors in multipliers.items()
+            for p, factors in parameters.items()
             if factors.is_never_trained
         }
         self._no_steps = torch.zeros(())

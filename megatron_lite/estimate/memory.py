@@ -45,7 +45,7 @@ def peak_memory(stage: Stage, stage_index: int, s: Sizes) -> PeakMemory:
     moments = [_block_backward(s, is_decoder) + block_buckets for is_decoder, _ in _blocks(stage, s)]
     vocabulary, is_tied = s.vocabulary * s.embedding * s.element, s.config.model.tie_word_embeddings
     if s.config.model.lora is not None:  # no gradient
-        vocabulary = 0.0
+        vocabulary = 0
     if stage.is_last:
         # A tied embedding's first gradient waits for the second one; an untied head's goes into its bucket.
         moments = [moment + (vocabulary if is_tied else vocabulary_bucket) for moment in moments]
@@ -209,6 +209,6 @@ def _head_backward(s: Sizes) -> float:
     logits = max(chunks) * s.vocabulary * e
     weights = s.vocabulary * s.embedding * (e + 4 * (len(chunks) > 1))  # gradient; chunks are summed in fp32
     if s.config.model.lora is not None:
-        weights = 0.0
+        weights = 0
     is_copied = s.config.training.kernels != "fused" or s.config.model.logit_soft_cap is not None
     return 3 * positions * s.width * e + logits + weights + logits * is_copied

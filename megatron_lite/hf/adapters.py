@@ -214,7 +214,7 @@ def _read_fields(path: Path) -> dict[str, Any]:
     fields = read_json(path)
     problems = []
     for name, value in fields.items():
-        allowed = _ONE_OF.get(name, (None, False, {}, [], ""))
+        allowed: tuple[Any, ...] = _ONE_OF.get(name, (None, False, {}, [], ""))
         if name not in _READ and value not in allowed:
             what = (
                 f"only {', '.join(json.dumps(each) for each in allowed)}" if name in _ONE_OF else "not that"

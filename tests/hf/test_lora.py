@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -32,14 +33,19 @@ from megatron_lite.checkpoint.read import load_checkpoint
 from megatron_lite.checkpoint.trainer_state import TrainerState
 from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.checkpoint.write import save_checkpoint
+from megatron_lite.config.lora import class_layers
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.sections import ParallelConfig
+from megatron_lite.config.systems import SYSTEMS
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.plain import make_engine
 from megatron_lite.hf.adapters import import_adapter
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.glm.modeling_glm import GLMForBlankInfilling
 from megatron_lite.hf.importing import import_directory
+from megatron_lite.hf.published.systems import SYSTEMS_BY_NAME
 from megatron_lite.model.batch import Batch
+from megatron_lite.model.flops import parameter_shapes
 
 # Targets by peft's rules, in the class's names: single modules of our fused ones, and modules of several kinds.
 TARGETS = {
@@ -236,3 +242,35 @@ def test_a_tuned_classifier_goes_to_peft_and_comes_back(tmp_path):
     assert not (tmp_path / "again").exists()
     plain = ["export", "--checkpoint", tmp_path / "whole", "--output", tmp_path / "again", "--adapter"]
     assert_refused(forked(CONVERT, *plain), "has no updates of LoRA")
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_names_of_targets_are_those_of_the_tables(name):
+    """config/lora.py repeats them; and every linear layer of a block is in it, but for attention of XLNet."""
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 100}
+    decoder = {"decoder_layers": 1} if name in ("bart", "mass", "t5", "t5_1_1", "mt5") else {}
+    heads = {"num_key_value_heads": 2} if name == "mistral" else {}
+    positions = {"position_projections": True} if name == "deberta_v3" else {}
+    tree = {"system": name, **sizes, **decoder, **heads, **positions, "lora": {"rank": 2}}
+    model = build(ModelConfig, tree, "model.")
+    layers = class_layers(model)
+    named = {ours.rpartition(".lora.")[0] for ours in parameter_shapes(model) if ".lora." in ours}
+    blocks = {f"{prefix}.{ours}" for ours in layers for prefix in ("layers.0", "layers.2")}
+    assert {path for path in blocks if f"{path}.weight" in parameter_shapes(model)} == {
+        path for path in named if path.startswith(("layers.0.", "layers.2."))
+    }
+    matrices = {
+        module
+        for ours, shape in parameter_shapes(replace(model, lora=None)).items()
+        if ours.startswith("layers.") and len(shape) == 2
+        for module in [ours.split(".", 2)[2].removesuffix(".weight")]
+    }
+    absent = {"attention.query_key_value", "attention.dense"} if name == "xlnet" else set()
+    assert layers.keys() == {m for m in matrices if "relative" not in m} - absent
+    for ours, theirs in layers.items() if name in SYSTEMS_BY_NAME else ():
+        rules = [rule for rule in SYSTEMS_BY_NAME[name].rules if rule.ours.endswith(f"}}.{ours}")]
+        rules = [rule for rule in rules if rule.ffn in (None, model.ffn)]
+        assert rules
+        for rule in rules:
+            assert len(rule.theirs) == len(theirs)
+            assert all(full.endswith(f".{end}") for full, end in zip(rule.theirs, theirs, strict=True))
