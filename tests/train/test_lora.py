@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from support.distributed import run_ranks
 from support.project import small_run
-from support.training import fit
+from support.training import fit, records
 from support.whole_weights import load_weights
 
 from data_utils.common.settings import build, merge
@@ -66,6 +67,18 @@ def test_updates_alone_are_trained_and_kept_and_a_resumed_run_repeats_the_whole_
                 assert torch.equal(weight, found[name]), name
             else:
                 torch.testing.assert_close(weight, found[name], rtol=1e-4, atol=2e-5, msg=name)
+
+
+def test_half_precision_computes_with_the_base_weights_and_keeps_them_exactly(corpus, base, tmp_path):
+    begun, losses = load_weights(last(base)), []
+    for stage in (1, 3):
+        directory = tmp_path / str(stage)
+        changes = {"training": {"precision": "bf16", "steps": 3}, "parallel": {"zero_stage": stage}}
+        run_ranks(fit, 1, settings(corpus, directory, base, **changes))
+        found = load_weights(last(directory))
+        assert all(torch.equal(found[name], weight) for name, weight in begun.items())
+        losses.append([record["loss"] for record in records(directory).values()])
+    np.testing.assert_allclose(*losses, rtol=1e-3)
 
 
 def test_initial_factors_are_pefts():
