@@ -14,6 +14,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -34,6 +35,9 @@ from data_utils.tasks.config import TaskConfig
 from megatron_lite.checkpoint.resolve_path import check_is_export, resolve_model
 from megatron_lite.config.tree import load_config, load_tree
 from megatron_lite.hf.files.hub_files import wanted
+
+if TYPE_CHECKING:
+    from megatron_lite.hf.files.proof import Proof
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -80,6 +84,8 @@ def add_export_arguments(export: argparse.ArgumentParser) -> None:
     export.add_argument("--tokenizer", type=Path, help="tokenizer path, if it moved since training")
     text = "same for the decoder's tokenizer (OPTIMUS)"
     export.add_argument("--decoder-tokenizer", type=Path, help=text)
+    text = "write the updates of LoRA alone, as files of peft, instead of merging them into the weights"
+    export.add_argument("--adapter", action="store_true", help=text)
     text = "upload the directory to this Hugging Face hub repository; created if it does not exist"
     export.add_argument("--push-to-hub", metavar="ORG/NAME", help=text)
     export.add_argument(
@@ -94,6 +100,8 @@ def add_import_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--config", type=expanded_path, action="append", default=[], metavar="FILE", help=text
     )
+    text = "for an adapter of peft: run or checkpoint of the model that it was trained on"
+    command.add_argument("--base", type=Path, metavar="RUN", help=text)
     text = "initialize [gMASK] from the embedding of eop (GLM-10B-Chinese was trained with one id for both)"
     command.add_argument("--copy-eop-to-gmask", action="store_true", help=text)
     text = "settings on top of the files, for example model.activation=gelu_erf"
@@ -129,6 +137,7 @@ def main() -> None:
             max_shard_bytes=max_shard_bytes,
             verify=verify,
             tolerance=tolerance,
+            adapter=arguments.adapter,
         )
         tokenizers = arguments.tokenizer, arguments.decoder_tokenizer
         result = export_run(arguments.checkpoint, arguments.output, options, *tokenizers)
@@ -136,17 +145,7 @@ def main() -> None:
         check_is_export(Path(arguments.input), "--input")
         tree, *_, notes = load_tree(arguments.config, arguments.overrides)
         source = find_source(arguments.input, is_hub=arguments.command == "import")
-        from megatron_lite.hf.importing import import_directory, import_megatron
-
-        convert = import_directory if arguments.command == "import" else import_megatron
-        result = convert(
-            source.directory,
-            arguments.output,
-            tree,
-            copy_eop_to_gmask=arguments.copy_eop_to_gmask,
-            verify=verify,
-            tolerance=tolerance,
-        )
+        result = convert(arguments, source.directory, tree)
     print("not verified" if result is None else f"proof: {result}")
     print(f"wrote {arguments.output}")
     if arguments.command != "export":
@@ -155,6 +154,31 @@ def main() -> None:
         print("\n".join([*notes, *what_follows(arguments.output / "config.yaml")]))
     elif to_push is not None:
         print(f"pushed to {push(arguments.output, to_push, private=arguments.private)}")
+
+
+def convert(arguments: argparse.Namespace, source: Path, tree: dict[str, Any]) -> Proof | None:
+    """Import a directory as --output. Returns: the proof, None if nothing is compared."""
+    from megatron_lite.hf.adapters import import_adapter, is_adapter
+    from megatron_lite.hf.importing import import_directory, import_megatron
+
+    if is_adapter(source):
+        if arguments.base is None:
+            raise ConfigError(
+                f"--input {source} is an adapter on another model; pass --base RUN, the run of that model (import its "
+                "directory first)."
+            )
+        import_adapter(source, arguments.base, arguments.output, tree)
+        return None
+    if arguments.base is not None:
+        raise ConfigError(f"--base is for an adapter, but --input {source} is a model; remove it.")
+    return (import_directory if arguments.command == "import" else import_megatron)(
+        source,
+        arguments.output,
+        tree,
+        copy_eop_to_gmask=arguments.copy_eop_to_gmask,
+        verify=not arguments.no_verify,
+        tolerance=arguments.tolerance,
+    )
 
 
 def find_source(text: str, is_hub: bool) -> Snapshot:

@@ -453,6 +453,7 @@ PREPARATIONS = {
 SLOW_PREPARATIONS = {
     "README.md": with_released_models_alone, "huggingface.md": with_released_models,
     "latent.md": with_texts_and_released_models, "analysis.md": with_fine_tuned_run,
+    "lora.md": with_labelled_texts,
     "coming_from.md": with_deepspeed_file, "configuration.md": with_own_datasets, "data_mixtures.md": with_long_run,
 }  # fmt: skip
 

@@ -39,6 +39,7 @@ from megatron_lite.checkpoint.manifest import (
 )
 from megatron_lite.checkpoint.resolve_path import resolve_model
 from megatron_lite.checkpoint.shard_slices import ShardSlice, matrix_shape
+from megatron_lite.config.lora import LORA
 
 # A checkpoint may come from anyone, so what is read of it has a limit.
 _MAX_MANIFEST_BYTES = 1 << 30
@@ -328,17 +329,17 @@ def check_model(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -
 def new_parameters(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
     """Names of the parameters that a run has and the checkpoint it is initialized from lacks.
 
-    They are a task's head, unless the checkpoint has one of the same shapes; adapters, if the checkpoint has none; and
+    They are a task's head, unless the checkpoint has one of the same shapes; adapters and updates of LoRA, if the
+    checkpoint has none; and
     the layer before the output projection, if the checkpoint has no head (a discriminator).
     Raises: CheckpointError if the other parameters differ.
     """
     head = {name for name in shapes if name.startswith(TASK_HEAD)}
-    adapters = {name for name in shapes if ADAPTER in name}
+    lacking_kinds = [kind for kind in (ADAPTER, LORA) if not any(kind in name for name in checkpoint.shapes)]
+    adapters = {name for name in shapes if any(kind in name for kind in lacking_kinds)}
     # A discriminator (ELECTRA) predicts no tokens: what it lacks of the output head is new.
     if not any(name.startswith("heads.") for name in checkpoint.shapes):
         head |= {name for name in shapes if name.startswith("heads.projection.")}
-    if any(ADAPTER in name for name in checkpoint.shapes):
-        adapters = set()
     theirs = {name: shape for name, shape in checkpoint.shapes.items() if not name.startswith(TASK_HEAD)}
     without_head = dataclasses.replace(checkpoint, shapes=theirs)
     check_model(without_head, {name: shapes[name] for name in shapes if name not in head | adapters})

@@ -32,7 +32,7 @@ class FinetuneConfig:
     trained: str = setting(
         "all",
         "Parameters trained in addition to the new task head: all, biases (BitFit), adapters (with "
-        "model.adapter_size; LayerNorms too) or head (none). lora is refused.",
+        "model.adapter_size; LayerNorms too), lora (with model.lora) or head (none).",
         one_of=("all", "biases", "adapters", "head", "lora"),
     )
     unfreeze: str = setting(
@@ -65,11 +65,6 @@ class FinetuneConfig:
     )
 
     def __post_init__(self) -> None:
-        check(
-            self.trained != "lora",
-            "finetune.trained is lora, which is not here; use PEFT on an exported model (docs/huggingface_glm.md), or "
-            "set it to adapters.",
-        )
         check(
             self.trained != "head" or not self.lm_weight,
             f"finetune.lm_weight is {self.lm_weight}, but finetune.trained head freezes the language model; "

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 
 from data_utils.common.losses import CLASS_HEADS, MOST_LOSSES
 from data_utils.common.settings import REQUIRED, Former, check, checked, setting
+from megatron_lite.config.lora import LoraConfig, check_lora
 from megatron_lite.config.systems import FIXED, LEFT_OUT, SYSTEMS
 
 ACTIVATIONS = ("gelu_tanh", "gelu_erf", "relu", "silu")
@@ -300,6 +301,11 @@ class ModelConfig:
     adapter_size: int = setting(
         0, "Bottleneck size of the adapters that fine-tuning adds, such as 64; 0 = none.", at_least=0
     )
+    lora: LoraConfig | None = setting(
+        None,
+        "LoRA: train low-rank updates of the blocks' linear layers and nothing else (fine-tuning: the new head "
+        "too); null = off.",
+    )
 
     def __post_init__(self) -> None:
         _check_model(self)
@@ -372,7 +378,8 @@ class ModelConfig:
     def has_plain_blocks(self) -> bool:
         """Whether blocks are those that one function of autograd computes (fused_block.py)."""
         others = self.decoder_layers, self.sandwich_norm, self.adapter_size, self.activation_dropout
-        return self.norm == "pre" and self.share_layers == self.relative == "none" and not any(others)
+        is_plain = self.norm == "pre" and self.share_layers == self.relative == "none" and not any(others)
+        return is_plain and self.lora is None
 
     @property
     def has_position_tables(self) -> bool:
@@ -493,6 +500,7 @@ def _check_model(model: ModelConfig) -> None:
     _check_windows(model)
     _check_disentangled(model)
     _check_mup(model)
+    check_lora(model)
     has_classes = model.task_head in ("classes", "tags")
     check(
         has_classes == (model.task_classes > 0),

@@ -9,6 +9,7 @@ from data_utils.common.errors import ConfigError
 from data_utils.common.setting_files import shown
 from data_utils.common.settings import check
 from data_utils.objectives import OBJECTIVES
+from megatron_lite.config.lora import updated_parts
 
 Config = Any  # tree.Config: tree.py imports this file, and imports go one way
 
@@ -30,6 +31,7 @@ def check_together(config: Config) -> None:
         _check_graphs(config)
     _check_decoder(config)
     _check_task(config)
+    _check_lora(config)
     config.data.check_decoder(config.decoder_tokenizer is not None)
     _check_second_stack(config)
     for choice in config.objective_choices:
@@ -305,6 +307,53 @@ def _check_task(config: Config) -> None:
         normalization == "global_tokens",
         f"training.loss_normalization is {normalization}, but fine-tuning divides the loss by the number "
         "of labels in the step; set it to global_tokens.",
+    )
+
+
+def _check_lora(config: Config) -> None:
+    """Check what trains low-rank updates alone. Raises: ConfigError."""
+    lora, finetune = config.model.lora, config.finetune
+    check(
+        config.decoder is None or config.decoder.lora is None,
+        "decoder.lora is set, but LoRA trains one Transformer; set it to null.",
+    )
+    if lora is None:
+        check(
+            config.task is None or finetune.trained != "lora",
+            "finetune.trained is lora, but model.lora is null; set model.lora.rank to a rank such as 8.",
+        )
+        return
+    of_models = [choice.name for choice in config.objective_choices if choice.section.model_module]
+    for name, value, is_allowed, why, remedy in (
+        (
+            "objectives", ", ".join(of_models), not of_models, "trains more than one Transformer",
+            "set model.lora to null",
+        ),
+        (
+            "optimizer.kind", config.optimizer.kind, config.optimizer.kind == "adamw",
+            "has no rules for factors of which one begins at zero", "set it to adamw",
+        ),
+        (
+            "ema.decay", config.ema.decay, config.ema.decay is None, "would average frozen weights",
+            "set it to null",
+        ),
+        (
+            "finetune.trained", finetune.trained, config.task is None or finetune.trained == "lora",
+            "trains other weights", "set it to lora, or model.lora to null",
+        ),
+        (
+            "finetune.unfreeze", finetune.unfreeze, finetune.unfreeze == "all", "trains other weights later",
+            "set it to all",
+        ),
+    ):  # fmt: skip
+        check(is_allowed, f"{name} is {value} with model.lora, but it {why}; {remedy}.")
+    layers = updated_parts(config.model)
+    check(
+        config.parallel.pipeline_parallel_size == 1
+        or any(not path.startswith("cross_attention.") for path in layers),
+        f"model.lora.targets is {list(lora.targets)} with parallel.pipeline_parallel_size "
+        f"{config.parallel.pipeline_parallel_size}, but stages of encoder blocks would have nothing to train; add a "
+        "target in self-attention or in the FFN.",
     )
 
 

@@ -50,7 +50,12 @@ from megatron_lite.model.trained_model import usual_measures
 from megatron_lite.optim.buckets import MOMENTS, Bucket, ParamGroup
 from megatron_lite.optim.ema import Averages
 from megatron_lite.optim.factory import element_state, make_optimizer
-from megatron_lite.optim.lr_multipliers import NO_MULTIPLIERS, LrMultipliers, by_width
+from megatron_lite.optim.lr_multipliers import (
+    NO_MULTIPLIERS,
+    LrMultipliers,
+    by_width,
+    lora_multipliers,
+)
 from megatron_lite.optim.sharded import Outcome, ShardedOptimizer
 from megatron_lite.parallel.collectives import SINGLE
 from megatron_lite.parallel.context import ParallelContext
@@ -126,7 +131,8 @@ class Engine(ABC):
     ):
         """Args:
         named: the parameters of this rank under their global names.
-        multipliers: of the parameters that are frozen in some steps or have another learning rate.
+        multipliers: of the parameters that are frozen in some steps or have another learning rate; None: as
+            pretraining has them.
         """
         # Heavy: a refused configuration must not pay for this import.
         from deepspeed.accelerator import get_accelerator
@@ -143,7 +149,7 @@ class Engine(ABC):
         self._config = config
         self._has_graphs = config.training.cuda_graphs and context.device.type == "cuda"
         self._named = named
-        self._multipliers = multipliers or {}
+        self._multipliers = lora_multipliers(named, config) if multipliers is None else multipliers
         if config.model.mup is not None:
             # muP gives every parameter multipliers, not only the frozen ones.
             self._multipliers = {name: self._by_width(name, parameter) for name, parameter in named.items()}
@@ -176,8 +182,13 @@ class Engine(ABC):
     def _zero3_engine(self, module: nn.Module, options: dict[str, Any], mpu: Any) -> Any:
         import deepspeed
 
-        settings = self._config.optimizer
-        optimizer = make_adamw(parameter_groups(self._named, self._config, self._multipliers), settings)
+        settings, named = self._config.optimizer, {}
+        for name, parameter in self._named.items():
+            if self._multipliers.get(name, NO_MULTIPLIERS).is_never_trained:
+                parameter.requires_grad_(False)  # so that DeepSpeed keeps neither state nor gradients
+            else:
+                named[name] = parameter
+        optimizer = make_adamw(parameter_groups(named, self._config, self._multipliers), settings)
         return deepspeed.initialize(
             model=module, optimizer=optimizer, config=options, mpu=mpu, dist_init_required=False
         )[0]
@@ -254,6 +265,8 @@ class Engine(ABC):
     def _moments(self, name: str, parameter: nn.Parameter) -> tuple[str, ...]:
         """The optimizer's state of each element of a parameter."""
         optimizer = self._config.optimizer.kind
+        if optimizer == "adamw" and self._multipliers.get(name, NO_MULTIPLIERS).is_never_trained:
+            return ()
         return MOMENTS if optimizer == "adamw" else element_state(optimizer, name, parameter)
 
     def _by_width(self, name: str, parameter: nn.Parameter) -> LrMultipliers:

@@ -19,9 +19,9 @@ from megatron_lite.parallel.collectives import Group
 class Zero3:
     """Reads and writes this rank's state in DeepSpeed's stage-3 optimizer (0.19.8).
 
-    DeepSpeed cannot freeze a parameter and train it later, and keeps no fp32 weights of one that it knows to be frozen.
-    So to DeepSpeed every parameter is trained; the gradient, the learning rate and the step count of a frozen one are
-    set to 0.
+    DeepSpeed cannot freeze a parameter and train it later. So to DeepSpeed a parameter is trained if it is in any step;
+    the gradient, the learning rate and the step count of one that is frozen are set to 0. One that is never trained
+    needs no gradient and no state, but DeepSpeed keeps no fp32 weights of it either: they are here, for checkpoints.
     """
 
     def __init__(self, optimizer: Any, dp: Group, multipliers: Mapping[nn.Parameter, LrMultipliers]):
@@ -29,8 +29,20 @@ class Zero3:
         self._dp = dp
         # Before the first step, when DeepSpeed has none yet: a load must find tensors to fill.
         allocate_moments(self.optimizer, optimizer.fp32_partitioned_groups_flat)
+        # This rank's range, fp32: the weights themselves, or a copy in the host's memory, which only saves read.
+        parameters: dict[Any, LrMultipliers] = dict(multipliers)
+        self._never_trained = {
+            p: p.ds_tensor.data if p.ds_tensor.dtype == torch.float32 else p.ds_tensor.data.float().cpu()
+            for p, factors in parameters.items()
+            if factors.is_never_trained
+        }
+        self._no_steps = torch.zeros(())
         # Parameters that are frozen in the first steps.
-        self._frozen_at_first = {p: factors for p, factors in multipliers.items() if factors.first_step > 1}
+        self._frozen_at_first = {
+            p: factors
+            for p, factors in multipliers.items()
+            if factors.first_step > 1 and p not in self._never_trained
+        }
         for parameter, factors in self._frozen_at_first.items():
             parameter.register_hook(functools.partial(self._masked_gradient, factors))
         # The step has counted frozen parameters too; their bias correction must begin when they are first trained.
@@ -97,6 +109,8 @@ class Zero3:
         # The padding of the last ranks: the parameter is shorter than the ranges of all ranks together.
         if count <= 0:
             return None
+        if parameter in self._never_trained:
+            return tuple(parameter.ds_shape), start, {"weight": self._never_trained[parameter][:count]}
         # Without a key DeepSpeed gives the fp32 weight.
         keys = {"weight": None, **{key: key for key in MOMENTS}}
         read = self._deepspeed._get_fp32_opt_state_partition
@@ -111,12 +125,14 @@ class Zero3:
         """Copy the fp32 shards of every rank to the model's weights on all ranks, after the shards were changed."""
         for group in range(len(self._deepspeed.fp32_partitioned_groups_flat)):
             self._deepspeed._reassign_or_swap_out_partitioned_parameters(group)
+        for parameter, weight in self._never_trained.items():
+            parameter.ds_tensor.data.copy_(weight)
         if self._deepspeed.persistent_parameters:  # small ones, whole on every rank
             self._deepspeed.persistent_parameters[0].all_gather(self._deepspeed.persistent_parameters)
 
     def step_count(self, parameter: Any) -> torch.Tensor:
         """Adam's count of a parameter's steps, as `ShardedOptimizer.step_count`."""
-        return self._state(parameter)["step"]
+        return self._no_steps if parameter in self._never_trained else self._state(parameter)["step"]
 
     def _state(self, parameter: Any) -> dict[str, torch.Tensor]:
         """Adam's state of the parameter's flat partition, which only parameters with equal multipliers share."""

@@ -12,6 +12,7 @@ from megatron_lite.estimate.query_key_costs import RMS_BACKWARD, RMS_FORWARD, Qu
 from megatron_lite.estimate.roofline import ISSUE, Work, activation_issue
 from megatron_lite.estimate.sizes import Sizes
 from megatron_lite.estimate.tally import Tally
+from megatron_lite.model.flops import update_shapes
 from megatron_lite.model.kernels.sums import sum_programs
 
 _ACTIVATION_PROGRAMS = 64  # that sum over tokens, fused.py; 4 bytes a sum
@@ -223,6 +224,22 @@ class BlockCosts:
             tally.kernel(2 * size, 2 * times)
         if model.adapter_size:
             tally.kernel(3 * size, 8 * times)
+        self._updates(tally, is_backward=times > 1.0)
+
+    def _updates(self, tally: Tally, is_backward: bool) -> None:
+        """Products with the factors of LoRA's updates, and the sums with the layers' own products."""
+        prefix = f"layers.{self.model.num_layers if self.is_decoder else 0}."
+        for rows, columns in update_shapes(self.model, prefix):
+            rank, is_last_factor = min(rows, columns), rows > columns
+            width = max(rows, columns) / self.s.tp
+            tally.product(self.T, rank, width, self.e)
+            if is_backward:
+                tally.product(rank, self.T, width, self.e)
+            # Forward the sum of both products, backward of both gradients of the input; and the scale.
+            if is_backward != is_last_factor:
+                tally.kernel(3 * self.T * width * self.e)
+            else:
+                tally.kernel(2 * self.T * rank * self.e)
 
     # Backward
 
@@ -299,6 +316,8 @@ class BlockCosts:
         tally.product(rows, columns, inner, self.e)
         if is_column and s.tp > 1:
             tally.collective("scatter" if s.share > 1 else "all_reduce", size, s.tp_group)
+        if self.model.lora is not None:  # weights and biases are frozen
+            return
         tally.product(columns, rows, inner, self.e, self._sum_bytes)
         if has_bias:
             tally.kernel(rows * columns * self.e)

@@ -114,8 +114,8 @@ def dry_run_report(config: Config, processes: int, gpu: Gpu, result: Estimate) -
     return "\n".join(
         folded(line)
         for line in [
-            f"parameters        {model_spec(config).count(config):,}; {result.rank_parameters:,} on the largest "
-            "rank",
+            f"parameters        {model_spec(config).described_count(config)}; {result.rank_parameters:,} on the "
+            "largest rank",
             f"layout            {processes} processes: pipeline {parallel.pipeline_parallel_size} x data {dp} "
             f"x tensor {parallel.tensor_parallel_size}, ZeRO {parallel.zero_stage}, recompute "
             f"{config.training.recompute}, {passes} micro-batch{'es' * (passes > 1)} of "

@@ -44,6 +44,8 @@ def peak_memory(stage: Stage, stage_index: int, s: Sizes) -> PeakMemory:
     saved = saved * micro_batches + (between * (micro_batches + 1) if s.pp > 1 else 0.0)
     moments = [_block_backward(s, is_decoder) + block_buckets for is_decoder, _ in _blocks(stage, s)]
     vocabulary, is_tied = s.vocabulary * s.embedding * s.element, s.config.model.tie_word_embeddings
+    if s.config.model.lora is not None:  # no gradient
+        vocabulary = 0
     if stage.is_last:
         # A tied embedding's first gradient waits for the second one; an untied head's goes into its bucket.
         moments = [moment + (vocabulary if is_tied else vocabulary_bucket) for moment in moments]
@@ -86,11 +88,12 @@ def _state(stage: Stage, s: Sizes) -> tuple[float, float, float]:
     """Weights, gradients and optimizer state of this rank."""
     zero, e = s.config.parallel.zero_stage, s.element
     on_device = 0.0 if s.config.parallel.offload_optimizer else 1.0
+    trained = sum(parameter.numbers for parameter in stage.trained)
     # DeepSpeed's stage 3: 12 bytes for fp32 weights and both moments; `LIVE_PARAMETERS` may be gathered at once.
     if zero == 3:
-        shard = stage.numbers / s.dp
+        shard = trained / s.dp
         live = min(stage.numbers, LIVE_PARAMETERS) * e
-        return shard * e + live, shard * 4 + STAGE_3_BUCKET * 4, shard * 12 * on_device
+        return stage.numbers / s.dp * e + live, (shard + STAGE_3_BUCKET) * 4, shard * 12 * on_device
     stage_buckets = buckets(stage, s)
     numbers = sum(bucket.numbers for bucket in stage_buckets)
     shard = numbers / s.dp
@@ -98,7 +101,8 @@ def _state(stage: Stage, s: Sizes) -> tuple[float, float, float]:
     state = sum(bucket.numbers * (fp32_bytes + 4 * len(bucket.moments)) for bucket in stage_buckets) / s.dp
     # ZeRO 2 keeps this rank's shard, and only between micro-batches.
     gradients = numbers if zero == 1 else shard if s.micro_batches > 1 else 0.0
-    return numbers * e, gradients * 4, state * on_device
+    # Weights that are never trained: their fp32 values are in the host's memory, or are these.
+    return (numbers + stage.numbers - trained) * e, gradients * 4, state * on_device
 
 
 def _exchanged_buckets(stage: Stage, s: Sizes) -> tuple[float, float]:
@@ -203,6 +207,8 @@ def _head_backward(s: Sizes) -> float:
     positions = s.predicted + s.sequence.borders * micro  # only predicted positions have logits
     chunks = loss_chunks(s)
     logits = max(chunks) * s.vocabulary * e
-    weights = s.vocabulary * s.embedding * (e + 4 * (len(chunks) > 1))  # chunks are summed in fp32
+    weights = s.vocabulary * s.embedding * (e + 4 * (len(chunks) > 1))  # gradient; chunks are summed in fp32
+    if s.config.model.lora is not None:
+        weights = 0
     is_copied = s.config.training.kernels != "fused" or s.config.model.logit_soft_cap is not None
     return 3 * positions * s.width * e + logits + weights + logits * is_copied

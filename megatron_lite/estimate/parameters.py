@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron_lite.config.lora import LORA
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.engine.stage_counts import stage_shares
 from megatron_lite.estimate.sizes import Sizes
@@ -31,6 +32,7 @@ class RankParameter:
     is_matrix: bool  # a product's weight, whose gradient is added to the sums where it is computed
     tensors: tuple[tuple[int, int], ...]  # the whole shape of each matrix in it
     moments: tuple[str, ...]  # the optimizer's state per number, without the fp32 weight
+    is_trained: bool  # with LoRA its updates are, and nothing else
 
     @property
     def decays(self) -> bool:
@@ -50,6 +52,10 @@ class Stage:
     @cached_property
     def numbers(self) -> int:
         return sum(parameter.numbers for parameter in self.parameters)
+
+    @cached_property
+    def trained(self) -> tuple[RankParameter, ...]:
+        return tuple(parameter for parameter in self.parameters if parameter.is_trained)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,8 +88,10 @@ def _rank_parameters(
     return tuple(
         RankParameter(
             name, p.numel(), is_partial(p),
-            p.dim() == 2 and name.startswith("layers.") and "adapter" not in name and not hasattr(p, "is_used_twice"),
+            p.dim() == 2 and name.startswith("layers.") and not hasattr(p, "is_used_twice")
+            and "adapter" not in name and LORA not in name,
             block_shapes(tuple(p.shape), partition_of(p), tp), element_state(kind, name, p),
+            model.lora is None or LORA in name,
         )
         for name, p in module.named_parameters()
     )  # fmt: skip
@@ -134,7 +142,7 @@ def _is_within(name: str, blocks: range, is_first: bool, is_last: bool, model: M
 
 
 def buckets(stage: Stage, sizes: Sizes) -> list[Bucket]:
-    """As `assign` of the optimizer fills them: in the reverse order of the parameters."""
+    """As the optimizer fills those that are trained: in the reverse order of the parameters."""
     is_tied = sizes.pp > 1 and sizes.config.model.tie_word_embeddings
     return _buckets(stage, sizes.bucket_size, is_tied)
 
@@ -144,7 +152,7 @@ def _buckets(stage: Stage, limit: int, is_tied: bool) -> list[Bucket]:
     filling: dict[Any, Bucket] = {}
     filled: dict[Any, int] = {}
     full = []
-    for parameter in reversed(stage.parameters):
+    for parameter in reversed(stage.trained):
         is_copied = is_tied and parameter.name == WORDS
         key = parameter.decays, parameter.is_partial, is_copied, parameter.moments
         if key not in filling or filled[key] + parameter.numbers > limit:

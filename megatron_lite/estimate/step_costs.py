@@ -197,7 +197,10 @@ def _logits(tally: Tally, s: Sizes, positions: float, is_chunked: bool) -> None:
         tally.kernel(passes * logits, issued=ISSUE[kernel] * positions * s.vocabulary * is_fused)
     if model.head_bias:
         tally.kernel(logits)
-    tally.product(s.vocabulary, positions, s.embedding, e, 8 * is_chunked)  # chunks add to the sum in fp32
+    if model.lora is None:
+        tally.product(
+            s.vocabulary, positions, s.embedding, e, 8 * is_chunked
+        )  # chunks add to the sum in fp32
     tally.product(positions, s.vocabulary, s.embedding, e)
     if not is_fused:
         tally.kernel(2 * logits, 6)
@@ -265,7 +268,7 @@ def _zero_3(tally: Tally, stage: Stage, s: Sizes) -> None:
 
     Small parameters are gathered one by one after the update, weights with a distant next use in the backward pass too.
     """
-    numbers, count, e = stage.numbers, len(stage.parameters), s.element
+    numbers, e = stage.numbers, s.element
     large = sum(parameter.numbers > STAYS_WHOLE for parameter in stage.parameters)
     beyond, again = (max(0.0, 1 - live / numbers) for live in (LIVE_PARAMETERS, LIVE_PARAMETERS / 2))
     gathers = -(-min(numbers, LIVE_PARAMETERS) // GATHERED_AHEAD) + _ALONE * large * (
@@ -273,17 +276,18 @@ def _zero_3(tally: Tally, stage: Stage, s: Sizes) -> None:
     )
     micro_batch = Tally(tally.gpu)
     micro_batch.kernel(2 * numbers * e / max(1, large), large * (1 + again))
-    micro_batch.kernel(numbers / count * (4 + 2 * e), count)  # gradients to fp32
-    micro_batch.kernel(8 * numbers, 2)
-    micro_batch.kernel(12 * numbers / s.dp / count, count)
-    exchanges = -(-numbers // STAGE_3_BUCKET)
-    micro_batch.collective("scatter", 4 * numbers / exchanges, s.dp_group, exchanges)
+    trained, gradients = sum(parameter.numbers for parameter in stage.trained), len(stage.trained)
+    micro_batch.kernel(trained / gradients * (4 + 2 * e), gradients)  # gradients to fp32
+    micro_batch.kernel(8 * trained, 2)
+    micro_batch.kernel(12 * trained / s.dp / gradients, gradients)
+    exchanges = -(-trained // STAGE_3_BUCKET)
+    micro_batch.collective("scatter", 4 * trained / exchanges, s.dp_group, exchanges)
     micro_batch.collective("gather", e * numbers * (1 + again) / gathers, s.dp_group, gathers)
     tally.add(micro_batch, s.micro_batches)
-    shard = numbers / s.dp
-    tally.kernel(8 * shard / count, 2 * count, "optimizer")
+    shard = trained / s.dp
+    tally.kernel(8 * shard / gradients, 2 * gradients, "optimizer")
     tally.kernel((8 + 8 + 32 + 8) * shard / 8, 8, "optimizer")
     tally.small(60, "optimizer")
     # DeepSpeed gathers parameters of up to `STAYS_WHOLE` numbers one by one after the update.
-    tally.collective("gather", e * numbers / count, s.dp_group, count - large)
+    tally.collective("gather", e * numbers / len(stage.parameters), s.dp_group, len(stage.parameters) - large)
     tally.collective("all_reduce", 8, s.world, 2)

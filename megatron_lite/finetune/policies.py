@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from data_utils.common.errors import ConfigError
 from data_utils.common.settings import check
 from megatron_lite.checkpoint.manifest import ADAPTER, TASK_HEAD
+from megatron_lite.config.lora import LORA
 from megatron_lite.config.tree import Config
 from megatron_lite.model.build import model_spec
 from megatron_lite.optim.lr_multipliers import NEVER, LrMultipliers
@@ -27,6 +28,7 @@ _CHOSEN: dict[str, Callable[[str], bool]] = {
     "all": lambda name: True,
     "biases": lambda name: name.endswith("bias"),
     "adapters": lambda name: ADAPTER in name or "layernorm" in name,
+    "lora": lambda name: LORA in name,
     "head": lambda name: False,
 }
 

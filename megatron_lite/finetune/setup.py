@@ -201,6 +201,8 @@ def is_export(path: Path) -> bool:
 def for_import(tree: Mapping[str, Any]) -> dict[str, Any]:
     """The sections of a configuration that describe the export it begins with: model, tokenizer and objectives."""
     inherited = {name: value for name, value in tree.items() if name not in _NOT_INHERITED}
+    if isinstance(inherited.get("model"), Mapping):  # updates are of the run that begins with the import
+        inherited["model"] = {name: value for name, value in inherited["model"].items() if name != "lora"}
     defaults = {"training": {"steps": _NOT_COUNTED}}  # an import trains nothing
     if "batch" not in inherited:  # the texts of a task are shorter than an import's samples
         defaults["batch"] = {"micro_batch_size": BatchConfig().micro_batch_size}

@@ -3,7 +3,7 @@
 Each picks one of these paths by the model (export) or by the files of the directory (import):
 
 GLM's own class            glm/modeling_glm.py holds the class. Tensors keep our names under the prefix `glm.`:
-                           `exported_name` in export.py.
+                           `exported_name` in files/lora.py.
 released GLM checkpoints   glm/released.py renames tensors and reads the reference's model-parallel shards.
 published systems          published/systems.py and the tables that it lists (BERT, GPT-2, T5, Llama, ...) hold one
                            TensorRule per line: our module -> theirs, with Q|K|V as one rule of three names.
@@ -11,6 +11,8 @@ published systems          published/systems.py and the tables that it lists (BE
                            config.json, source.py checks a directory, runs.py writes the run or the export.
 models with a spec         OPTIMUS, ELECTRA and ERNIE (Tsinghua): a HuggingFaceFormat (model_format.py) in
                            megatron_lite/models/<model>/huggingface.py, found through the model's ModelSpec.
+
+LoRA: an export merges the updates (`merged` in files/lora.py); adapters.py writes and imports files of peft.
 
 files/ reads and writes what all paths share: safetensors (weights.py), config.json, recipe, model card, tokenizer.
 Unless `--no-verify` is given, both directions end with a proof: our model and the other one get the same inputs, and

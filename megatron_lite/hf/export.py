@@ -28,8 +28,10 @@ from data_utils.tokenizers.special_tokens import SpecialTokens
 from megatron_lite.checkpoint.read import weight_reader
 from megatron_lite.config.model import ModelConfig, padded_vocab_size
 from megatron_lite.config.tree import Config
+from megatron_lite.hf.adapters import write_adapter
 from megatron_lite.hf.files import proof
 from megatron_lite.hf.files.config_json import OwnLayout, write_config
+from megatron_lite.hf.files.lora import exported_name, merged, own_modules, split_updates, without_updates
 from megatron_lite.hf.files.model_card import model_card
 from megatron_lite.hf.files.proof import Question
 from megatron_lite.hf.files.proof_report import Report, write_report
@@ -38,8 +40,6 @@ from megatron_lite.hf.files.tokenizer_proof import prove_exported
 from megatron_lite.hf.files.weights import (
     DTYPES,
     PADDING_ROWS,
-    SCORE,
-    TASK_CLASSIFIER,
     WORDS,
     Weights,
     check_shapes,
@@ -61,7 +61,6 @@ from megatron_lite.hf.published.systems import SYSTEMS_BY_NAME
 from megatron_lite.inference.open_run import OpenRun, load_model, objective_names, open_run
 from megatron_lite.model.flops import parameter_shapes
 
-_PREFIX = "glm."
 _CODE = [f"{name}_glm.py" for name in ("configuration", "positions", "modeling", "tokenization", "pipeline")]
 _AUTO_MAP = {
     "AutoConfig": "configuration_glm.GLMConfig",
@@ -95,6 +94,9 @@ class ExportOptions:
     )
     verify: bool = setting(True, "Run both models and compare their logits.")
     tolerance: float = setting(proof.TOLERANCE, "Maximum logit difference that passes verification.")
+    adapter: bool = setting(
+        False, "Write the updates of LoRA alone, as files of peft, instead of merging them."
+    )
 
 
 def export_run(
@@ -134,6 +136,9 @@ def export_run(
         checkpoint, model = run.checkpoint, run.config.model
         weights = Weights(checkpoint.shapes, weight_reader(checkpoint))
         check_shapes(weights, parameter_shapes(model), checkpoint.path)
+        if options.adapter:
+            write_adapter(directory, run, weights, options.dtype)
+            return None
         # A published system goes to its own class of transformers, everything else to GLM's classes, whose code
         # is copied into the export.
         if model.system in SYSTEMS_BY_NAME and options.layout == "huggingface":
@@ -141,13 +146,17 @@ def export_run(
             return _prove_and_report(
                 directory, options, lambda: _prove_published(directory, run, options, class_name)
             )
+        if model.lora is not None:
+            base, updates = split_updates(weights)
+            weights = merged(base, updates, own_modules(model, lambda name: name), model.lora)
         if options.layout == "released":
             padded = _with_padding_rows(weights, model, checkpoint.path.parent.parent / PADDING_ROWS)
             _write_released(directory, padded, model, options)
         else:
             _write_huggingface(directory, weights, run, options)
-            write_recipe(directory, run)
-            (directory / "README.md").write_text(model_card(run), encoding="utf-8")
+            plain = replace(run, config=without_updates(run.config))
+            write_recipe(directory, plain)
+            (directory / "README.md").write_text(model_card(plain), encoding="utf-8")
         return _prove_and_report(directory, options, lambda: _prove_export(directory, run, options))
 
 
@@ -179,7 +188,8 @@ _GLM_VALUES: dict[str, Any] = {
 
 
 def _check_exportable(run: OpenRun, layout: str) -> None:
-    path, names, model = run.checkpoint.path, objective_names(run.objectives), run.config.model
+    path, names = run.checkpoint.path, objective_names(run.objectives)
+    model = replace(run.config.model, lora=None)  # updates are merged
     if model.has_task_pool:
         raise CheckpointError(
             f"checkpoint {path} has a head with model.task_pool {model.task_pool}, which no class of transformers has; "
@@ -229,13 +239,6 @@ def _write_huggingface(directory: Path, weights: Weights, run: OpenRun, options:
     generation_config(tokenizer.special).save_pretrained(directory)
     for name in _CODE:
         shutil.copyfile(Path(glm_proof.__file__).with_name(name), directory / name)
-
-
-def exported_name(name: str) -> str:
-    """The name of a parameter in transformers' classes."""
-    if name.startswith(TASK_CLASSIFIER):
-        return SCORE + name.removeprefix(TASK_CLASSIFIER)
-    return _PREFIX + name
 
 
 def _describe_head(class_config: GLMConfig, run: OpenRun) -> None:

@@ -178,7 +178,7 @@ def save_resolved(config: Config, program: dict[str, Any]) -> None:
 def start_line(config: Config, context: ParallelContext, step: int) -> str:
     """The console line before the first step, which takes minutes if kernels must be compiled."""
     return (
-        f"{model_spec(config).count(config):,} parameters | {layout(context)} | {config.training.precision} on "
+        f"{model_spec(config).described_count(config)} parameters | {layout(context)} | {config.training.precision} on "
         f"{context.device.type} | step {step} to {config.training.steps}; the first step on a machine compiles"
     )
 

@@ -65,7 +65,7 @@ class Attention(nn.Module):
         self, x: torch.Tensor, context: ForwardContext, layer: int, skip_bias_add: bool = False
     ) -> torch.Tensor | DeferredBias:
         """[T, D] -> [T, D]. Args: skip_bias_add: as for RowParallelLinear."""
-        qkv = self.query_key_value(x)
+        qkv = self.query_key_value(x, lora_dropout=context.locally_at_layer(layer))
         if isinstance(context.distances, Disentangled):
             # DeBERTa's positions pass the block's own projection where it has no separate one. Outside of `_attend`,
             # which may be recomputed: a product in there would be computed twice.
@@ -74,7 +74,8 @@ class Attention(nn.Module):
         # Selective recomputation covers attention only: it is cheap to repeat and keeps most memory without fused
         # kernels.
         out = recomputed(self.recompute, self._attend, qkv, context, layer)
-        return self.dense(out.reshape(math.prod(context.shape), -1), skip_bias_add=skip_bias_add)
+        out = out.reshape(math.prod(context.shape), -1)
+        return self.dense(out, skip_bias_add=skip_bias_add, lora_dropout=context.at_layer(layer))
 
     def _attend(self, qkv: torch.Tensor, context: ForwardContext, layer: int) -> torch.Tensor:
         assert not isinstance(context.plan, EncoderDecoderPlan)

@@ -23,6 +23,7 @@ from megatron_lite.model.attention import Attention
 from megatron_lite.model.forward_context import ForwardContext
 from megatron_lite.model.fused_block import FusedParameters, Hidden, Residual
 from megatron_lite.model.kernels.fused import dropout_add, has_kernels
+from megatron_lite.model.lora import add_updates
 from megatron_lite.model.mlp import MLP
 from megatron_lite.model.norms import Norm, make_norm
 from megatron_lite.model.tensor_parallel import TensorParallel
@@ -59,6 +60,7 @@ class Block(nn.Module):
             Adapter(config, parallel) if config.adapter_size else nn.Identity() for _ in range(2)
         )
         self.attended_layernorm, self.expanded_layernorm = (norm(config.sandwich_norm) for _ in range(2))
+        add_updates(self, config)
         # DeepNorm, arXiv:2203.00555
         self.residual_scale = math.sqrt(2 * config.num_layers) if config.norm == "deepnorm" else 1.0
         self.dropout = config.output_dropout

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_lite.config.tree import Config
 from megatron_lite.model.batch import Samples
-from megatron_lite.model.flops import shapes_of, step_flops
+from megatron_lite.model.flops import shapes_of, step_flops, trained_count
 from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.tensor_parallel import TensorParallel
 from megatron_lite.model.trained_model import TrainedModel
@@ -50,8 +50,15 @@ class ModelSpec:
         return dict(shapes_of(*self.made_of(config))[1])
 
     def count(self, config: Config) -> int:
-        """Trainable parameters, with the rows that pad vocabularies."""
+        """Parameters, with the rows that pad vocabularies."""
         return sum(map(math.prod, shapes_of(*self.made_of(config))[0].values()))
+
+    def described_count(self, config: Config) -> str:
+        """The number of parameters, and with LoRA of those that are trained."""
+        count = f"{self.count(config):,}"
+        if config.model.lora is None:
+            return count
+        return f"{count} (trained: {trained_count(config.model):,})"
 
     def flops(self, config: Config, *counts: int) -> float:
         """FLOPs of a training step. Args: counts: tokens, loss rows, ... of `step_flops`, in its order."""

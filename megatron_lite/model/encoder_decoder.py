@@ -25,6 +25,7 @@ from megatron_lite.model.forward_context import ForwardContext, local_lengths
 from megatron_lite.model.fused_block import Residual, attention_sublayer, materialize, mlp_sublayer
 from megatron_lite.model.kernels.dropout import Dropout
 from megatron_lite.model.kernels.fused import dropout_add, has_kernels
+from megatron_lite.model.lora import add_updates
 from megatron_lite.model.norms import LayerNorm, RMSNorm, make_norm
 from megatron_lite.model.tensor_parallel import (
     ColumnParallelLinear,
@@ -40,6 +41,7 @@ class DecoderContext(ForwardContext):
 
     cross: AttentionPlan = field(kw_only=True)
     both: Dropout | None = field(kw_only=True)  # of the encoder's tokens and then the decoder's
+    encoder: ForwardContext | None = field(default=None, kw_only=True)  # None where nothing is dropped
 
 
 def encoder_decoder_contexts(
@@ -52,10 +54,14 @@ def encoder_decoder_contexts(
     # `dropout` has the keys of all tokens, for attention; `local_dropout` those of this rank, under sequence
     # parallelism.
     local_encoder, local_decoder = _split(context.local_dropout, local_lengths(plan, parallel))
+    encoder_context = ForwardContext(plan.lengths[:1], plan.encoder, encoder, local_encoder)
     return (
-        ForwardContext(plan.lengths[:1], plan.encoder, encoder, local_encoder),
-        DecoderContext(plan.lengths[1:], plan.decoder, decoder, local_decoder, cross=plan.cross, both=both),
-    )
+        encoder_context,
+        DecoderContext(
+            plan.lengths[1:], plan.decoder, decoder, local_decoder, cross=plan.cross, both=both,
+            encoder=encoder_context,
+        ),
+    )  # fmt: skip
 
 
 def _split(dropout: Dropout | None, lengths: Sequence[int]) -> list[Dropout | None]:
@@ -106,12 +112,15 @@ class CrossAttention(nn.Module):
 
         Args: skip_bias_add: as for RowParallelLinear.
         """
-        q = self.query(x).unflatten(1, (1, -1, self.head_size))
+        q = self.query(x, lora_dropout=context.locally_at_layer(layer))
+        q = q.unflatten(1, (1, -1, self.head_size))
         # The plan scales by 1 / sqrt(D). Models that scale otherwise (T5: not at all) fold the ratio into the queries.
         q = q if self.query_factor == 1.0 else q * self.query_factor
-        key_value = self.key_value(encoded).unflatten(1, (2, -1, self.head_size))
+        of_encoder = None if context.encoder is None else context.encoder.locally_at_layer(layer)
+        key_value = self.key_value(encoded, lora_dropout=of_encoder).unflatten(1, (2, -1, self.head_size))
         out = recomputed(self.recompute, self._attend, q, key_value, context, layer)
-        return self.dense(out.flatten(1), skip_bias_add=skip_bias_add)
+        lora_dropout = context.at_layer(layer)
+        return self.dense(out.flatten(1), skip_bias_add=skip_bias_add, lora_dropout=lora_dropout)
 
     def _attend(
         self, q: torch.Tensor, key_value: torch.Tensor, context: DecoderContext, layer: int
@@ -134,6 +143,7 @@ class DecoderBlock(Block):
         super().__init__(config, parallel, recompute)
         self.cross_attention = CrossAttention(config, parallel, recompute == "selective")
         self.cross_layernorm = make_norm(config, config.hidden_size, parallel)
+        add_updates(self, config)  # of cross-attention; the others are there
         self.layers_to_cross = config.decoder_layers  # to dropout cross-attention is a layer of its own
 
     def forward(  # type: ignore[override]

@@ -10,10 +10,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from megatron_lite.config.lora import LORA
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.tensor_parallel import partition_of, whole_shape
 from megatron_lite.model.transformer import GLM
@@ -42,8 +44,22 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return dict(shapes_of(GLM, model)[1])
 
 
+def update_shapes(model: ModelConfig, prefix: str) -> list[tuple[int, int]]:
+    """Shapes of the factors of LoRA's updates whose names begin with `prefix`."""
+    if model.lora is None:
+        return []
+    named = shapes_of(GLM, model)[1].items()
+    return [(shape[0], shape[1]) for name, shape in named if name.startswith(prefix) and LORA in name]
+
+
+def trained_count(model: ModelConfig) -> int:
+    """Parameters that are trained, with the rows that pad the vocabulary."""
+    shapes = shapes_of(GLM, model)[0].items()
+    return sum(math.prod(shape) for name, shape in shapes if model.lora is None or LORA in name)
+
+
 def parameter_count(model: ModelConfig, padded: bool = True) -> int:
-    """Trainable parameters, with or without the rows that pad the vocabulary. Needs model.vocab_size."""
+    """Parameters, with or without the rows that pad the vocabulary. Needs model.vocab_size."""
     return sum(map(math.prod, shapes_of(GLM, model)[0 if padded else 1].values()))
 
 
@@ -91,7 +107,7 @@ def step_flops(
     decoder_tokens: int = 0,
     decoder_keys: int = 0,
 ) -> float:
-    """Model FLOPs of a training step, forward and backward (3x forward), without recomputation.
+    """Model FLOPs of a training step, forward and backward (3x forward; LoRA: less), without recomputation.
 
     Args:
         tokens: tokens that are not padding.
@@ -110,7 +126,13 @@ def step_flops(
         pairs += model.num_layers * min(visible_keys, model.position_rows * tokens)
     forward = per_token * tokens + per_pair * pairs + _head_products(model) * loss_tokens
     # 2 FLOPs for a multiply-add; the backward pass computes two products for each of the forward pass.
-    return 3.0 * 2.0 * forward
+    flops = 3.0 * 2.0 * forward
+    if model.lora is not None:  # frozen weights have no gradient, which is one of the two
+        frozen = replace(model, lora=None)
+        of_blocks = sum(_block_products(frozen, decoder_tokens / max(tokens, 1)))
+        of_token = of_blocks + _products(frozen, "embedding.")
+        flops -= 2.0 * (of_token * tokens + _head_products(frozen) * loss_tokens)
+    return flops
 
 
 def layer_costs(model: ModelConfig, loss_share: float) -> list[float]:

@@ -13,7 +13,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention_backends.blocks import BlockPlan, DistanceBias
 from megatron_lite.model.attention_backends.interface import AttentionPlan, BiasedPlan, EncoderDecoderPlan
 from megatron_lite.model.disentangled import BucketEmbeddings, Disentangled
-from megatron_lite.model.kernels.dropout import Dropout, FeatureDropout
+from megatron_lite.model.kernels.dropout import Dropout, FeatureDropout, LayerDropout
 from megatron_lite.model.kernels.fused import dropout_add
 from megatron_lite.model.position_bias import Distances, Table
 from megatron_lite.model.rope import Rotary
@@ -99,6 +99,14 @@ class ForwardContext:
     def features(self, p: float, layer: int, site: str) -> FeatureDropout | None:
         """Dropout of this rank's hidden states, None if there is none. Args: as for `Dropout.features`."""
         return None if self.local_dropout is None else self.local_dropout.features(p, layer, site)
+
+    def at_layer(self, layer: int) -> LayerDropout | None:
+        """Dropout of all tokens within a layer, for `named`."""
+        return None if self.dropout is None else LayerDropout(self.dropout, layer)
+
+    def locally_at_layer(self, layer: int) -> LayerDropout | None:
+        """The same of this rank's tokens."""
+        return None if self.local_dropout is None else LayerDropout(self.local_dropout, layer)
 
     def last(self, x: torch.Tensor, p: float, layer: int) -> torch.Tensor:
         """The end of a stack, [T, D], after dropout. Args: layer: its last one."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from data_utils.common.random_streams import derive_seed
+from megatron_lite.config.lora import LORA
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.mup import is_hidden
 from megatron_lite.model.tensor_parallel import TensorParallel, local_shard, partition_of, whole_shape
@@ -44,13 +45,13 @@ def initialize_parameters(
     """Draw every parameter whole, as a pure function of (seed, name), and keep this rank's shard.
 
     Weights are normal with mean 0 (`_deviation`; `init: uniform`: within it), biases 0, LayerNorm 1 and 0; padding rows
-    of the vocabulary 0.
+    of the vocabulary 0. LoRA's factors: A uniform within 1 / sqrt(in), B 0.
     """
     group = (parallel or TensorParallel()).group
     for name, parameter in named:
         if "layernorm" in name:
             parameter.fill_(1.0 if name.endswith("weight") else 0.0)
-        elif name.endswith("bias"):
+        elif name.endswith("bias") or (LORA in name and name.endswith(".b")):
             parameter.zero_()
         else:
             partition = partition_of(parameter)
@@ -62,7 +63,10 @@ def initialize_parameters(
             whole = torch.empty(shape)
             blocks = whole.split(partition.block_rows(shape[0]))
             first, *others = (_deviation(name, index, block, config) for index, block in enumerate(blocks))
-            if config.init == "uniform":
+            if LORA in name:
+                # peft's: Kaiming's uniform with a = sqrt(5).
+                whole.uniform_(-(shape[1] ** -0.5), shape[1] ** -0.5, generator=generator)
+            elif config.init == "uniform":
                 whole.uniform_(-first, first, generator=generator)
             elif config.init_cutoff and first:
                 most = config.init_cutoff * first

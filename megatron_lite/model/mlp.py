@@ -43,8 +43,10 @@ class MLP(nn.Module):
             dropout = context.dropout.features(self.dropout, layer, "activated")
             if dropout is not None:
                 dropout = dropout.from_feature(self.first_feature)
-        inner, bias = self.dense_h_to_4h(x, skip_bias_add=skip_bias_add), None
+        lora_dropout = context.locally_at_layer(layer)
+        inner, bias = self.dense_h_to_4h(x, skip_bias_add=skip_bias_add, lora_dropout=lora_dropout), None
         if skip_bias_add:
             inner, bias = inner
         inner = activated(inner, self.activation, bias=bias, gated=self.is_gated, dropout=dropout)
-        return self.dense_4h_to_h(inner, skip_bias_add=skip_bias_add)
+        lora_dropout = context.at_layer(layer)
+        return self.dense_4h_to_h(inner, skip_bias_add=skip_bias_add, lora_dropout=lora_dropout)

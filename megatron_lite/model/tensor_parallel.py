@@ -26,6 +26,7 @@ from torch import nn
 
 from megatron_lite.config.model import ModelConfig, padded_vocab_size
 from megatron_lite.model.kernels.compat import widens
+from megatron_lite.model.kernels.dropout import LayerDropout
 from megatron_lite.parallel.collectives import (
     SINGLE,
     Group,
@@ -275,15 +276,22 @@ class ColumnParallelLinear(nn.Module):
         self.parallel = parallel
         self.weight = sharded(nn.Parameter(torch.empty(out_features // size, in_features)), partition)
         self.bias = sharded(nn.Parameter(torch.empty(out_features // size)), partition) if has_bias else None
+        self.lora: nn.Module | None = None  # set by `add_updates` of lora.py
 
     def forward(
-        self, x: torch.Tensor, *, skip_bias_add: bool = False, whole_rows: bool = False
+        self,
+        x: torch.Tensor,
+        *,
+        skip_bias_add: bool = False,
+        whole_rows: bool = False,
+        lora_dropout: LayerDropout | None = None,
     ) -> torch.Tensor | DeferredBias:
         """[T, in] -> [T, out/size].
 
         Args:
             skip_bias_add: return the product and the bias apart, for a kernel that adds it.
             whole_rows: x is no token's but the same on all ranks, which sum its gradient elsewhere.
+            lora_dropout: of the tokens of x.
         """
         bias = None if skip_bias_add else self.bias
         if self.parallel.group.size == 1 or whole_rows:
@@ -292,6 +300,8 @@ class ColumnParallelLinear(nn.Module):
             product = linear(x, self.weight, bias)
         else:
             product = _ColumnParallel.apply(x, self.weight, bias, self.parallel)
+        if self.lora is not None:
+            product = product + self.lora(x, lora_dropout, whole_rows)
         return DeferredBias(product, self.bias) if skip_bias_add else product
 
 
@@ -309,16 +319,21 @@ class RowParallelLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features)) if has_bias else None
         if self.bias is not None:
             parallel.mark_replicated(self.bias)
+        self.lora: nn.Module | None = None  # set by `add_updates` of lora.py
 
-    def forward(self, x: torch.Tensor, *, skip_bias_add: bool = False) -> torch.Tensor | DeferredBias:
-        """[T, in/size] -> [T, out]. Args: skip_bias_add: as for ColumnParallelLinear."""
-        if self.parallel.group.size == 1 and not skip_bias_add:
+    def forward(
+        self, x: torch.Tensor, *, skip_bias_add: bool = False, lora_dropout: LayerDropout | None = None
+    ) -> torch.Tensor | DeferredBias:
+        """[T, in/size] -> [T, out]. Args: skip_bias_add, lora_dropout: as for ColumnParallelLinear."""
+        if self.parallel.group.size == 1 and not skip_bias_add and self.lora is None:
             return linear(x, self.weight, self.bias)
         deferred = DeferredBias(linear(x, self.weight), self.bias)
         if self.parallel.group.size > 1:
             # The bias is added after the sum over the ranks, once.
             bias = None if self.bias is None else self.parallel.replicated(self.bias)
             deferred = DeferredBias(self.parallel.sum_partial(deferred.x), bias)
+        if self.lora is not None:
+            deferred = DeferredBias(deferred.x + self.lora(x, lora_dropout), deferred.bias)
         return deferred if skip_bias_add else deferred.added()
 
 

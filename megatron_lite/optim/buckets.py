@@ -84,7 +84,7 @@ class Bucket:
     - `grad_buffer` fp32 [size]: gradients of this rank, summed over micro-batches;
     - `reduce_work`: the reduce-scatter of the buffer over the data-parallel ranks;
     - `grad_shard` fp32 [size / ranks]: this rank's shard of the sum;
-    - `master_shard` fp32 [size / ranks]: the weights that the optimizer updates;
+    - `master_shard` fp32 [size / ranks]: the weights that the optimizer updates, or of what is never trained reads;
     - `gather_work`: the all-gather of `weights` [size], which the model computes with.
     """
 
@@ -105,9 +105,15 @@ class Bucket:
             parameter.data = view
         shard_size = self.size // dp.size
         self.shard_range = slice(dp.rank * shard_size, (dp.rank + 1) * shard_size)  # of this rank
-        device = "cpu" if offload else self.weights.device
-        # A copy also where the model is fp32: other ranks' shards arrive in `weights`, the update reads this one.
-        self.master_shard = self.weights[self.shard_range].to(device=device, dtype=torch.float32, copy=True)
+        # What is never trained is read only by saves, which want its exact values: they wait in the host's memory, and
+        # where the model is fp32 they are the model's own.
+        is_frozen, is_exact = group.multipliers.is_never_trained, self.weights.dtype == torch.float32
+        device = "cpu" if offload or (is_frozen and not is_exact) else self.weights.device
+        # Otherwise a copy also where the model is fp32: other ranks' shards arrive in `weights`, the update reads this
+        # one.
+        self.master_shard = self.weights[self.shard_range].to(
+            device=device, dtype=torch.float32, copy=not is_frozen
+        )
         self.grad_buffer: torch.Tensor | None = None
         self._grad_views: dict[nn.Parameter, torch.Tensor] = {}  # of the buffer `_viewed_buffer`
         self._viewed_buffer: torch.Tensor | None = None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from megatron_lite.config.lora import LORA
 from megatron_lite.config.tree import Config
 from megatron_lite.model.mup import is_hidden
 
@@ -25,8 +26,20 @@ class LrMultipliers:
     def is_trained(self, step: int) -> bool:
         return step >= self.first_step and (self.has_turn is None or self.has_turn(step))
 
+    @property
+    def is_never_trained(self) -> bool:
+        """Whether it needs no optimizer state."""
+        return self.first_step == NEVER
+
 
 NO_MULTIPLIERS = LrMultipliers()
+
+
+def lora_multipliers(names: Iterable[str], config: Config) -> dict[str, LrMultipliers]:
+    """The multipliers of pretraining: with `model.lora` the updates alone are trained, otherwise {}."""
+    if config.model.lora is None:
+        return {}
+    return {name: NO_MULTIPLIERS if LORA in name else LrMultipliers(first_step=NEVER) for name in names}
 
 
 def by_width(multipliers: LrMultipliers, name: str, config: Config, is_orthogonal: bool) -> LrMultipliers:

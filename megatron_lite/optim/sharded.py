@@ -16,7 +16,8 @@ their gradients. Each rank owns an equal, contiguous shard of every bucket. A st
 The global norm, clipping, and skipping a step whose gradients are not finite happen on the device: ranks agree by one
 sum of one number, and the host reads the outcome when it asks for it.
 
-A frozen parameter has a bucket with its fp32 weights, but no gradient: autograd does not compute it.
+A frozen parameter has a bucket with its fp32 weights, but no gradient: autograd does not compute it. One that is never
+trained has no moments either.
 
 Source: ZeRO, arXiv:1910.02054; buckets of equal shards as in Megatron-LM's distributed optimizer.
 """

@@ -19,6 +19,7 @@ from data_utils.common.errors import ConfigError
 from megatron_lite.config import deepspeed_options as deepspeed_module
 from megatron_lite.config import events as events_module
 from megatron_lite.config import finetuning as finetuning_module
+from megatron_lite.config import lora as lora_module
 from megatron_lite.config import model as model_module
 from megatron_lite.config import sections as sections_module
 from megatron_lite.config import tree as config_module
@@ -83,7 +84,7 @@ def test_no_rule_lacks_a_test(tmp_path):
             frames = traceback.extract_tb(error.__traceback__)
             fired |= {(frame.filename, frame.lineno) for frame in frames}
     sections = model_module, sections_module, deepspeed_module, events_module
-    for module in (config_module, finetuning_module, *sections):
+    for module in (config_module, finetuning_module, lora_module, *sections):
         for line, source in rule_lines(module).items():
             assert (module.__file__, line) in fired, f"no test fires line {line}: {source}"
 

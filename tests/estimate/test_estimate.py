@@ -34,6 +34,8 @@ MOST_OF_SOME = {
         "time": 0.016
     },  # both batches of the trace have one length, of the three that are likely
     "t5": {"time": 0.03, "launches": 0.031},
+    # Parts without an update cost zeros side by side with the others, and weights are gathered ahead otherwise.
+    "1B, LoRA of two parts, ZeRO 3": {"memory": 0.05, "time": 0.07, "launches": 0.04},
 }
 
 
@@ -210,6 +212,17 @@ def test_parts_of_memory_are_those_of_a_hand_calculation():
     # A block has 4 of the hidden state, 4 of attention, 8 of the FFN, keys and values gathered once; bf16.
     tokens = 8640
     assert peak.activations == pytest.approx(24 * tokens * 1024 * 2 * 18, rel=0.02)
+
+
+def test_what_lora_freezes_costs_its_weights_alone():
+    config = config_of(PAPER, 8, 1, ("model.lora.rank=8",))
+    found = estimate(config, 8, H100, average_sequence(config))
+    trained = 24 * 8 * (1024 + 3072 + 1024 + 1024 + 2 * (1024 + 4096))
+    assert found.peak.weights == pytest.approx(2 * found.rank_parameters, rel=1e-3)
+    assert found.peak.gradients == pytest.approx(4 * trained, rel=1e-3)
+    assert found.peak.optimizer == pytest.approx(12 * trained / 8, rel=1e-3)
+    whole = estimate(without := config_of(PAPER, 8, 1, ()), 8, H100, average_sequence(without))
+    assert 0.64 < found.flops / whole.flops < 0.75  # attention's products have both gradients
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ POLICIES = {
     "gradual": ULMFIT,
     "biases": ["finetune.trained=biases"],
     "adapters": ["finetune.trained=adapters", "model.adapter_size=8"],
+    "lora": ["finetune.trained=lora", "model.lora.rank=4"],
     "head": ["finetune.trained=head"],
     "mix": ["finetune.trained=head", "model.task_mix=true"],
 }

@@ -188,7 +188,7 @@ def test_an_adapters_directory_is_refused(directory):
     """Transformers would load the model that adapter_config.json names in place of the one beside it."""
     (directory / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/elsewhere"}))
     with pytest.raises(
-        CheckpointError, match=r"has adapter_config\.json, of an adapter on another model; merge"
+        CheckpointError, match=r"has adapter_config\.json, of an adapter on another model; import"
     ):
         read(directory)
 

@@ -151,10 +151,12 @@ def test_both_parts_of_a_pair_are_fetched(parts):
     } == names
 
 
-def test_an_adapter_is_refused_as_its_directory_is(hub, tmp_path):
-    hub.commit("a/adapter", {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"})
+def test_an_adapter_is_fetched_and_needs_the_run_of_its_model(hub, tmp_path):
+    files = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"}
+    assert {*wanted([*files, "README.md", "optimizer.pt"], json.loads)} == files.keys()
+    hub.commit("a/adapter", files)
     done = imported("a/adapter", tmp_path)
-    assert done.returncode == 2 and "of an adapter on another model" in done.stderr, done.stderr
+    assert done.returncode == 2 and "is an adapter on another model" in done.stderr, done.stderr
 
 
 def test_a_directory_of_that_name_goes_first_and_it_is_said(hub, released, tmp_path):

@@ -22,6 +22,8 @@ from data_utils.common.batch_fields import (
     WEIGHTS,
 )
 from data_utils.objectives import LOSSES
+from megatron_lite.hf.glm.configuration_glm import GLMConfig
+from megatron_lite.hf.glm.proof import class_inputs
 from megatron_lite.hf.published.proof import encoder_decoder_inputs, pad_texts, scatter_targets
 from megatron_lite.hf.published.systems import PUBLISHED
 from megatron_lite.model.attention_backends.layout import allowed
@@ -75,6 +77,9 @@ def class_loss(model: Any, fields: np.ndarray) -> torch.Tensor:
 
 def outputs(model, fields):
     """Logits of a batch in the places of its tokens [B, S, V], and the inputs of the class."""
+    if model.config.model_type == GLMConfig.model_type:
+        visible = torch.from_numpy(allowed(fields[:, DOC], fields[:, ORD], fields[:, GRP]))[:, None]
+        return model(**class_inputs(fields) | {"attention_mask": visible}, use_cache=False).logits, {}
     if model.config.is_encoder_decoder:
         inputs = encoder_decoder_inputs(fields)
         return scatter_targets(model(**inputs).logits, fields), inputs

@@ -57,6 +57,7 @@ from support.parity_cases import (
     HEAD_NORMS,
     KINDS,
     LOCAL,
+    LORA,
     LR,
     MODERN_GLM,
     MUP,
@@ -129,6 +130,8 @@ def _one_process(case: Case) -> Record:
     config = case.config()
     model = build_model(config, case.num_losses)
     named = dict(model.named_parameters())
+    for name, parameter in named.items():
+        parameter.requires_grad_(config.model.lora is None or ".lora." in name)
     settings = config.optimizer
     groups, betas = parameter_groups(named, config), (settings.beta1, settings.beta2)
     trained = {name: p for name, p in named.items() if not model_spec(config).is_unused(name, config)}
@@ -269,7 +272,11 @@ def run_step(
         gradient *= engine.clip_divisor(result.grad_norm)
         compare_fragment(outcome, "gradients", step, fragment, gradient, record.gradients[step])
     if step == 0:
-        check_cover([fragment for fragment, _ in seen], record.initial, context)
+        is_lora = case.config().model.lora is not None
+        trained = {name: w for name, w in record.initial.items() if ".lora." in name or not is_lora}
+        check_cover([fragment for fragment, _ in seen], trained, context)
+        if is_lora:  # what is frozen costs no state
+            assert all(f.tensors.keys() == {"weight"} for f in engine.fragments() if f.name not in trained)
 
 
 def run_case(context: ParallelContext, case: Case, record: Record) -> Outcome:
@@ -425,6 +432,7 @@ TABLES: dict[str, list[Case]] = {
     "Options of other systems": OPTIONS,
     "muP": MUP,
     "XLNet's memory": WITH_MEMORY,
+    "LoRA": LORA,
 }
 
 

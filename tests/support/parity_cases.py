@@ -36,6 +36,7 @@ TOLERANCES = {
 }
 
 
+_UPDATES = {"rank": 3, "alpha": 24.0, "dropout": 0.2}
 # Options of the model that other systems have, together where one run can have them.
 VARIANTS: dict[str, dict[str, Any]] = {
     "": {},
@@ -98,9 +99,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "position_buckets": 8, "position_norm": True,
     },
     "disentangled, own": {"relative": "disentangled", "position_projections": True},
+    "lora": {"lora": _UPDATES},
+    "lora, parts": {"system": "llama", "ffn_size": 40, "init_words_std": 0.5, "lora": _UPDATES},
+    "lora, some parts": {
+        "system": "qwen2", "head_dim": 8, "num_key_value_heads": 4, "ffn_size": 40,
+        "lora": {**_UPDATES, "targets": ["q_proj", "v_proj", "mlp.up", "down_proj"], "rank_stabilized": True},
+    },
+    "lora, encoder-decoder": {"system": "bart", "positions": "learned_blocks", "lora": _UPDATES},
+    "lora, disentangled": {
+        "system": "deberta_v3", "positions": "learned_blocks", "position_buckets": 8, "lora": _UPDATES,
+    },
 }  # fmt: skip
 MEMORY = "xlnet with memory"
-ENCODER_DECODER = ("encoder-decoder", "bart", "t5", "t5 with buckets")
+ENCODER_DECODER = ("encoder-decoder", "bart", "t5", "t5 with buckets", "lora, encoder-decoder")
 
 
 def samples_of(step: int, *, has_memory: bool = False) -> np.ndarray:
@@ -391,6 +402,23 @@ DISENTANGLED = [  # queries and keys of buckets by the tokens' products, used tw
 ]
 
 
+LORA = [
+    Case(2, 1, 1, 1, True, accumulation=4, variant="lora"),
+    Case(1, 2, 1, 1, recompute="full", accumulation=4, dropout=0.1, variant="lora, parts"),
+    Case(1, 1, 2, 3, variant="lora"),
+    Case(2, 1, 1, 2, accumulation=4, variant="lora, some parts"),
+    Case(2, 1, 2, 3, True, recompute="selective", variant="lora, parts"),
+    Case(2, 1, 1, 3, accumulation=4, variant="lora, some parts"),
+    Case(1, 1, 2, 2, accumulation=4, dropout=0.1, variant="lora, parts"),
+    Case(2, 2, 1, 1, True, accumulation=4, dropout=0.1, variant="lora, encoder-decoder"),
+    Case(2, 1, 1, 1, accumulation=4, variant="lora, encoder-decoder"),
+    Case(2, 1, 1, 2, accumulation=4, variant="lora, disentangled"),
+    Case(2, 1, 1, 3, True, variant="lora, disentangled"),
+    Case(1, 1, 2, 1, accumulation=4, variant="lora", offload=True),
+    *(Case(1, 1, 2, zero, accumulation=4, variant="lora", precision="bf16") for zero in (1, 3)),
+]
+
+
 def _pairs(case: Case) -> set[tuple]:
     values = (
         case.tensor > 1, case.pipeline > 1, case.data > 1, case.zero_stage, case.sequence_parallel, case.recompute,
@@ -439,4 +467,5 @@ FEW = [  # of each list above, in the default run
     PARTS[-3],
     SHARED_BY_STAGES[1],
     SHARED_BY_STAGES[3],
+    *LORA[:4],
 ]

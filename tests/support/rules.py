@@ -728,7 +728,73 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
             )
         ),
     ),
-    "lora": (over("finetune.trained=lora"), ("trained is lora", "PEFT on an exported model", "adapters")),
+    "lora without a rank": (
+        over(TASK, "finetune.trained=lora"),
+        ("finetune.trained is lora", "model.lora is null", "model.lora.rank"),
+    ),
+    "lora and all weights": (
+        over(TASK, "model.lora.rank=2"),
+        ("finetune.trained is all with model.lora", "set it to lora"),
+    ),
+    "lora that unfreezes": (
+        over(TASK, "model.lora.rank=2", "finetune.trained=lora", "finetune.unfreeze=gradual"),
+        ("finetune.unfreeze is gradual with model.lora", "set it to all"),
+    ),
+    "lora of no rank": (over("model.lora={}"), ("model.lora.rank", "required")),
+    "lora of rank 0": (over("model.lora.rank=0"), ("model.lora.rank is 0", "at least 1")),
+    "lora of embeddings": (
+        over("model.lora={rank: 2, targets: [word_embeddings]}"),
+        ("'word_embeddings'", "not of embeddings", "attention.query_key_value", "mlp.dense_4h_to_h"),
+    ),
+    "lora of another system": (
+        over("model.lora={rank: 2, targets: [query_key_value, q_proj]}"),
+        ("'q_proj'", "choose from attention.query_key_value"),
+    ),
+    "lora of a part of what is whole in the class": (
+        over("model.lora={rank: 2, targets: [attention.query]}"),
+        ("'attention.query'", "choose from attention.query_key_value"),
+    ),
+    "lora of heads": (
+        over("model.system=bert", "model.lora={rank: 2, targets: [dense]}"),
+        ("contains dense", "in its heads", "attention.output.dense"),
+    ),
+    "lora and muP": (
+        over("model.lora.rank=2", "model.mup={base_hidden_size: 8}"),
+        ("model.lora is set with model.mup", "remove one"),
+    ),
+    "lora and adapters": (
+        over("model.lora.rank=2", "model.adapter_size=4"),
+        ("model.adapter_size (4)", "remove one"),
+    ),
+    "lora and muon": (
+        over("model.lora.rank=2", "optimizer.kind=muon"),
+        ("optimizer.kind is muon with model.lora", "set it to adamw"),
+    ),
+    "lora and averages": (
+        over("model.lora.rank=2", "ema.decay=0.9"),
+        ("ema.decay is 0.9 with model.lora", "set it to null"),
+    ),
+    "lora of two Transformers": (
+        over(
+            "model.lora.rank=2", "objectives={electra: 1}", "model.system=electra", "data.sequence_length=64"
+        ),
+        ("objectives is electra with model.lora", "set model.lora to null"),
+    ),
+    "lora of a second stack": (
+        over("decoder={num_layers: 2, hidden_size: 64, num_attention_heads: 4, lora: {rank: 2}}"),
+        ("decoder.lora is set", "set it to null"),
+    ),
+    "lora and graphs": (
+        over("model.lora.rank=2", "training.cuda_graphs=true", "training.precision=bf16"),
+        ("training.cuda_graphs is true", "set cuda_graphs to false"),
+    ),
+    "lora of no stage": (
+        over(
+            "model={decoder_layers: 2, lora: {rank: 2, targets: [cross_attention.query]}}",
+            "parallel.pipeline_parallel_size=2",
+        ),
+        ("['cross_attention.query']", "pipeline_parallel_size 2", "add a target"),
+    ),
     "head alone": (over("finetune.lm_weight=0.2", "finetune.trained=head"), ("lm_weight is 0.2", "to 0")),
     "pool without head": (
         over("model.task_pool=concat"),

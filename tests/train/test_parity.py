@@ -59,6 +59,7 @@ def test_half_precision_equals_one_process():
         "SHARED_BY_STAGES",
         "WITH_MEMORY",
         "MUP",
+        "LORA",
     ],
 )
 def test_further_cases_equal_one_process(name):

@@ -116,8 +116,8 @@ def read_config_json(directory: Path) -> dict[str, Any]:
     _require_files(directory)
     if (directory / _ADAPTER).exists():
         raise CheckpointError(
-            f"{directory} has {_ADAPTER}, of an adapter on another model; merge it into that (PEFT's "
-            "merge_and_unload), and import what save_pretrained then writes."
+            f"{directory} has {_ADAPTER}, of an adapter on another model; import that, and then the adapter with "
+            "scripts/convert_checkpoint.py import --input ADAPTER --base RUN."
         )
     path = directory / CONFIG_JSON
     config_json = read_json(path)

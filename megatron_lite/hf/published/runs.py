@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from data_utils.common.errors import CheckpointError, ConfigError
 from data_utils.common.setting_files import shown
@@ -23,13 +24,16 @@ from data_utils.tasks.readers.by_name import task_labels
 from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from megatron_lite.checkpoint.tensor_files import write_tensors
 from megatron_lite.checkpoint.verify import read_checkpoint
+from megatron_lite.config.lora import LoraConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.task_rows import with_task_rows
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.files import proof
 from megatron_lite.hf.files.config_json import write_config
 from megatron_lite.hf.files.first_checkpoint import write_imported_run
+from megatron_lite.hf.files.lora import merged, split_updates
 from megatron_lite.hf.files.model_card import published_card
+from megatron_lite.hf.files.system_table import PublishedSystem
 from megatron_lite.hf.files.weights import (
     DTYPES,
     METADATA,
@@ -52,6 +56,8 @@ from megatron_lite.hf.published.recognition import body_class, is_body
 from megatron_lite.hf.published.source import PublishedSource, is_headless, open_published
 from megatron_lite.hf.published.systems import published_system
 from megatron_lite.hf.published.tensor_map import (
+    TensorMapping,
+    class_modules,
     skipped_rows,
     tensor_mappings,
     to_ours,
@@ -266,20 +272,7 @@ def write_published(directory: Path, weights: Weights, run: OpenRun, dtype: str,
                 for loss in OBJECTIVES[choice.name].losses
             ),
         )
-    task = run.config.task
-    labels = () if task is None else task_labels(task)
-    name = f"checkpoint {run.checkpoint.path}"
-    stack = Stack(
-        run.config.model,
-        weights,
-        run.tokenizer,
-        imported,
-        name,
-        labels=labels,
-        template=trained_template(run),
-    )
-    if task is not None and task.kind == "typing":
-        stack = replace(stack, problem_type=SEVERAL_LABELS)
+    stack = stack_of(run, weights)
     class_name, extra_file = write_stack(directory, stack, dtype, max_shard_bytes)
     oldest = oldest_version(class_name, run.config.model, read_json(directory / "config.json"))
     if oldest.startswith("5"):
@@ -287,6 +280,24 @@ def write_published(directory: Path, weights: Weights, run: OpenRun, dtype: str,
     card = published_card(run, class_name, oldest, is_imported=imported.exists(), extra_file=extra_file)
     (directory / "README.md").write_text(card, encoding="utf-8")
     return class_name
+
+
+def stack_of(run: OpenRun, weights: Weights) -> Stack:
+    """The model of a run as `write_stack` takes it."""
+    task = run.config.task
+    base, updates = split_updates(weights)
+    return Stack(
+        replace(run.config.model, lora=None),
+        base,
+        run.tokenizer,
+        run.checkpoint.path.parent.parent / IMPORTED_FILES,
+        f"checkpoint {run.checkpoint.path}",
+        labels=() if task is None else task_labels(task),
+        problem_type=SEVERAL_LABELS if task is not None and task.kind == "typing" else None,
+        template=trained_template(run),
+        lora=run.config.model.lora,
+        updates=updates,
+    )
 
 
 @dataclass(frozen=True)
@@ -302,13 +313,26 @@ class Stack:
     labels: Sequence[str] = ()  # of a task's head
     problem_type: str | None = None  # of transformers, where a text has several labels
     template: PromptTemplate | None = None  # in which it was trained here to generate, if it was
+    lora: LoraConfig | None = None  # of the updates that are merged into the weights
+    updates: Weights | None = None
 
 
-def write_stack(directory: Path, stack: Stack, dtype: str, max_shard_bytes: int) -> tuple[str, str | None]:
-    """Write config.json, weights and tokenizer files. Raises: CheckpointError.
+@dataclass(frozen=True)
+class ClassLayout:
+    """The class of transformers of a stack, and how its tensors map to ours."""
 
-    Returns: the name of the class, and the file of the heads that it does not have, if the stack has such heads.
-    """
+    class_name: str
+    class_config: PretrainedConfig
+    system: PublishedSystem
+    mappings: Mapping[str, TensorMapping]  # by the names in a class with a head
+
+    def name(self, full: str) -> str:
+        """The name in the class of a body, which lacks the prefix that a class with a head has."""
+        return full.removeprefix(self.system.prefix) if is_body(self.class_name) else full
+
+
+def class_layout(stack: Stack, dtype: str) -> ClassLayout:
+    """Raises: CheckpointError for a stack that no class has."""
     config, weights, imported = stack.config, stack.weights, stack.imported
     system = published_system(config)
     ids = special_ids(stack.tokenizer, system, stack.roles, stack.name)
@@ -328,6 +352,18 @@ def write_stack(directory: Path, stack: Stack, dtype: str, max_shard_bytes: int)
         class_name = body_class(system)  # of a discriminator without its generator
         class_config.architectures = [class_name]
         mappings = {name: each for name, each in mappings.items() if not each.ours.startswith("heads.")}
+    return ClassLayout(class_name, class_config, system, mappings)
+
+
+def write_stack(directory: Path, stack: Stack, dtype: str, max_shard_bytes: int) -> tuple[str, str | None]:
+    """Write config.json, weights and tokenizer files. Raises: CheckpointError.
+
+    Returns: the name of the class, and the file of the heads that it does not have, if the stack has such heads.
+    """
+    config, weights, imported = stack.config, stack.weights, stack.imported
+    layout = class_layout(stack, dtype)
+    class_name, class_config = layout.class_name, layout.class_config
+    system, mappings = layout.system, layout.mappings
     has_head = config.task_head == "none" and not is_headless(config)
     extra_prefixes = _NOT_IN_CLASSES if has_head else ("heads.", *_NOT_IN_CLASSES)
     mapped = {each.ours for each in mappings.values()}
@@ -346,13 +382,14 @@ def write_stack(directory: Path, stack: Stack, dtype: str, max_shard_bytes: int)
     theirs = to_theirs(
         weights, mappings, open_safetensors(first_rows) if first_rows.exists() else None, system
     )
-    # The class of a body names its tensors without the prefix that they have in a class with a head.
-    if is_body(class_name):
-        theirs = theirs.renamed({name.removeprefix(system.prefix): name for name in theirs.shapes})
+    if stack.lora is not None and stack.updates is not None:
+        theirs = merged(theirs, stack.updates, class_modules(mappings, config), stack.lora)
+    theirs = theirs.renamed({layout.name(name): name for name in theirs.shapes})
     write_sharded(directory, with_tied_copies(theirs, system, config), DTYPES[dtype], max_shard_bytes)
     if extra:
         write_tensors(directory / OTHER_HEADS, extra, map(weights.read, extra), DTYPES[dtype], METADATA)
     write_config(directory, class_config, former_fields(config))
+    ids = special_ids(stack.tokenizer, published_system(config), stack.roles, stack.name)
     present = {name: i for name, i in ids.items() if i is not None}
     has_segments = config.segments > 1 or config.relative == "xlnet"
     write_tokenizer(directory, stack.tokenizer, present, imported, config.system, has_segments=has_segments)

@@ -3,6 +3,7 @@
     tensor_mappings   expands the rules (layers.{i}) into one TensorMapping for each tensor of the files
     to_ours           reads their tensors under our names: Q, K and V are joined, rotary features reordered, ...
     to_theirs         the inverse, for an export
+    class_modules     names the modules that may have an update of LoRA
     normalize_names   first renames the tensors of older files as today's classes do
 
 Tensors are read one at a time. Rows of a position table that no token uses are in the files and not in our model. An
@@ -18,8 +19,10 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_lite.config.lora import LORA, PARTS, WHOLE, class_layers
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.files.left_out import reason
+from megatron_lite.hf.files.lora import ClassModule, Modules
 from megatron_lite.hf.files.system_table import SAME, TRANSPOSED, PublishedSystem, WeightTransform
 from megatron_lite.hf.files.weights import WORDS, Weights
 from megatron_lite.hf.published.heads import TASK_CLASSES, tensor_rules
@@ -80,6 +83,23 @@ def tensor_mappings(
                     mapping = TensorMapping(ours, index, shares, transform, config, skipped)
                     mappings[f"{theirs}{suffix}".replace("{i}", str(i))] = mapping
     return mappings
+
+
+def class_modules(mappings: Mapping[str, TensorMapping], config: ModelConfig) -> Modules:
+    """The modules of a class that may have an update of LoRA. Args: mappings: of its tensors."""
+    layers, modules = class_layers(config), {}
+    for name, mapping in mappings.items():
+        path = mapping.ours.removesuffix(".weight").split(".", 2)[-1]  # without layers.N.
+        if (
+            not mapping.ours.startswith("layers.")
+            or not mapping.ours.endswith(".weight")
+            or path not in layers
+        ):
+            continue
+        part = WHOLE if len(layers[path]) == 1 else PARTS[path][mapping.index]
+        ours = f"{mapping.ours.removesuffix('.weight')}{LORA}{part}"
+        modules[name.removesuffix(".weight")] = ClassModule(ours, config, mapping.transform)
+    return modules
 
 
 def to_ours(theirs: Weights, mappings: Mapping[str, TensorMapping]) -> Weights:

@@ -18,6 +18,7 @@ Hash: "lowbias32" of C. Wellons, nullprogram.com/blog/2018/07/31.
 from __future__ import annotations
 
 import functools
+import zlib
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -98,6 +99,23 @@ class Dropout:
             return None
         # Read on the host: a kernel takes it as an argument, and reading a number of the device would need a launch.
         return FeatureDropout(self.keys, int(salts(len(self.salts) - 1)[layer, SITES.index(site)]), p)
+
+
+class LayerDropout(NamedTuple):
+    """Dropout at places of a layer that have names and no entry in SITES: the inputs of LoRA's updates."""
+
+    parent: Dropout
+    layer: int
+
+    def named(self, p: float, name: str) -> FeatureDropout:
+        return FeatureDropout(self.parent.keys, _salt_of(self.layer, name), p)
+
+
+@functools.cache
+def _salt_of(layer: int, name: str) -> int:
+    # Beyond the numbers of `salts`, whose first 2^33 the sites have.
+    number = np.array([(zlib.crc32(name.encode()) | 1 << 33) << 20 | layer], dtype=np.uint64)
+    return int((_mix_64(number + np.uint64(_GOLDEN_64)) >> np.uint64(32)).astype(np.uint32).view(np.int32)[0])
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,302 @@
+"""Adapters of peft: adapter_config.json and adapter_model.safetensors, written from a run and imported with one.
+
+    write_adapter     the updates of LoRA of a run, as save_pretrained of peft writes them
+    import_adapter    such a directory, and the run of the model that it was trained on -> a run with both
+
+A task's head that was trained too is among the files, as peft's `modules_to_save`. peft is not needed; tests compare
+with it. Source: peft 0.21.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data_utils.common.errors import CheckpointError
+from data_utils.common.setting_files import shown
+from data_utils.common.settings import build, merge, to_tree
+from megatron_lite.checkpoint.manifest import TASK_HEAD
+from megatron_lite.checkpoint.read import weight_reader
+from megatron_lite.checkpoint.resolve_path import resolve_model
+from megatron_lite.checkpoint.tensor_files import write_tensors
+from megatron_lite.config.lora import LORA, WHOLE, class_layers
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.tree import Config
+from megatron_lite.hf.files.first_checkpoint import write_imported_run
+from megatron_lite.hf.files.left_out import listed
+from megatron_lite.hf.files.lora import (
+    GLM_PREFIX,
+    ClassModule,
+    Modules,
+    exported_name,
+    own_modules,
+    split_updates,
+)
+from megatron_lite.hf.files.weights import (
+    DTYPES,
+    METADATA,
+    PADDING_ROWS,
+    Weights,
+    check_shapes,
+    new_directory,
+    open_safetensors,
+    read_json,
+    write_json,
+)
+from megatron_lite.hf.model_format import format_of_run
+from megatron_lite.hf.published.runs import IMPORTED_FILES, class_layout, stack_of
+from megatron_lite.hf.published.systems import SYSTEMS_BY_NAME
+from megatron_lite.hf.published.tensor_map import class_modules
+from megatron_lite.inference.open_run import OpenRun, open_run
+from megatron_lite.model.flops import parameter_shapes
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."  # of all names in peft's files
+_ENDS = {".lora_A.weight": "a", ".lora_B.weight": "b"}
+# Fields of adapter_config.json that an import reads, or that change nothing of what was trained. Of all others it takes
+# the empty values alone, since each means another function.
+_READ = frozenset(
+    (
+        "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules", "modules_to_save",
+        "fan_in_fan_out", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+        "inference_mode", "megatron_core", "qalora_group_size", "ensure_weight_tying",
+    )
+)  # fmt: skip
+_ONE_OF = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    # Others begin with a changed base model, whose weights are in no file of the adapter.
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal"),
+}
+
+
+@dataclass(frozen=True)
+class ClassNames:
+    """The names that a run's model has in its class of transformers."""
+
+    modules: Modules  # that may have an update
+    head: Mapping[str, str]  # tensors of a task's head -> our names
+    prefix: str  # of the body, which adapters of a class without a head lack
+
+
+def class_names(run: OpenRun, weights: Weights) -> ClassNames:
+    """The names of a run's class. Raises: CheckpointError for a model that no class has."""
+    model = replace(run.config.model, lora=None)
+    if model.system not in SYSTEMS_BY_NAME:
+        of_head = [name for name in weights.shapes if name.startswith(TASK_HEAD)]
+        head = {exported_name(name): name for name in of_head}
+        return ClassNames(own_modules(model, exported_name), head, GLM_PREFIX)
+    layout = class_layout(stack_of(run, weights), "fp32")
+    return ClassNames(
+        {layout.name(name): each for name, each in class_modules(layout.mappings, model).items()},
+        {name: each.ours for name, each in layout.mappings.items() if each.ours.startswith(TASK_HEAD)},
+        layout.system.prefix,
+    )
+
+
+# Writing
+
+
+def write_adapter(directory: Path, run: OpenRun, weights: Weights, dtype: str) -> None:
+    """Write peft's files. Args: weights: of the run. Raises: CheckpointError."""
+    settings = run.config.model.lora
+    if settings is None:
+        raise CheckpointError(
+            f"checkpoint {run.checkpoint.path} has no updates of LoRA (model.lora is null); export the model itself, "
+            "without --adapter."
+        )
+    names, (base, updates) = class_names(run, weights), split_updates(weights)
+    chosen = {name: each for name, each in names.modules.items() if f"{each.ours}.a" in updates.shapes}
+    reads: dict[str, Callable[[], torch.Tensor]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, module in chosen.items():
+        for end, factor in _ENDS.items():
+            key, ours = f"{_PREFIX}{name}{end}", f"{module.ours}.{factor}"
+            shapes[key], reads[key] = updates.shapes[ours], partial(_read_factor, updates, ours, module)
+    for name, ours in names.head.items():
+        shapes[f"{_PREFIX}{name}"], reads[f"{_PREFIX}{name}"] = base.shapes[ours], partial(base.read, ours)
+    tensors = (reads[key]() for key in shapes)
+    write_tensors(directory / ADAPTER_WEIGHTS, shapes, tensors, DTYPES[dtype], METADATA)
+    write_json(
+        directory / ADAPTER_CONFIG,
+        {
+            "peft_type": "LORA",
+            **_origin(run.config),
+            "r": settings.rank,
+            "lora_alpha": int(settings.alpha) if settings.alpha.is_integer() else settings.alpha,
+            "lora_dropout": settings.dropout,
+            "use_rslora": settings.rank_stabilized,
+            "target_modules": _target_modules(run.config.model, names.modules, chosen),
+            "modules_to_save": sorted({name.rpartition(".")[0] for name in names.head}) or None,
+            "fan_in_fan_out": any(module.is_transposed for module in chosen.values()),
+            "bias": "none",
+            "init_lora_weights": True,
+            "inference_mode": True,
+        },
+    )
+
+
+def _read_factor(updates: Weights, ours: str, module: ClassModule) -> torch.Tensor:
+    factor = updates.read(ours)
+    return factor if ours.endswith(".a") else module.b_to_theirs(factor)
+
+
+def _origin(config: Config) -> dict[str, Any]:
+    """The repository of the hub that the run's first weights are from, if they are from one."""
+    begin = config.checkpoint.initialize_from
+    path = None if begin is None else Path(begin) / "source.json"
+    source = read_json(path) if path is not None and path.exists() else {}
+    return {"base_model_name_or_path": source.get("repository"), "revision": source.get("commit")}
+
+
+def _target_modules(config: ModelConfig, modules: Modules, chosen: Modules) -> list[str]:
+    """Ends of names by which peft finds exactly the modules with an update; whole names where an end finds more."""
+    found = set()
+    for end in {name for names in class_layers(config).values() for name in names}:
+        with_end = [name for name in modules if name == end or name.endswith(f".{end}")]
+        is_exact = all(name in chosen for name in with_end)
+        found |= {end} if with_end and is_exact else {name for name in with_end if name in chosen}
+    return sorted(found)
+
+
+# Reading
+
+
+def is_adapter(directory: Path) -> bool:
+    return (directory / ADAPTER_CONFIG).exists()
+
+
+def import_adapter(source: Path, base: Path, output: Path, tree: Mapping[str, Any]) -> None:
+    """Write a run with the weights of the run `base` and the updates of an adapter.
+
+    Args: base: a run or checkpoint of the model that the adapter was trained on. tree: settings of the new run.
+    Raises: CheckpointError, DataError or ConfigError; `output` then does not exist.
+    """
+    with new_directory(output) as directory:
+        fields = _read_fields(source / ADAPTER_CONFIG)
+        adapter = open_safetensors(source / ADAPTER_WEIGHTS)
+        run = open_run(resolve_model(base, "--base"))
+        _require_base(run, base)
+        weights = Weights(run.checkpoint.shapes, weight_reader(run.checkpoint))
+        names = class_names(run, weights)
+        given = _our_tensors(source, adapter, names)
+        config = _config(run, output, fields, given, tree)
+        expected = parameter_shapes(config.model)
+        new = {name: shape for name, shape in expected.items() if LORA in name or name in given.shapes}
+        check_shapes(given, new, source, "adapter")
+        write_imported_run(
+            directory,
+            Weights(expected, lambda name: (given if name in new else weights).read(name)),
+            config,
+        )
+        _copy_files(run.checkpoint.path.parent.parent, directory)
+
+
+def _require_base(run: OpenRun, base: Path) -> None:
+    if run.config.model.lora is not None:
+        raise CheckpointError(
+            f"--base {base} has updates of LoRA itself; export it, which merges them, import that, and give the result."
+        )
+    run.require_one_transformer()
+    if format_of_run(run.config) is not None:
+        raise CheckpointError(f"--base {base} is not of one Transformer; LoRA updates one.")
+
+
+def _read_fields(path: Path) -> dict[str, Any]:
+    """adapter_config.json. Raises: CheckpointError for an adapter that computes something else than updates here do."""
+    fields = read_json(path)
+    problems = []
+    for name, value in fields.items():
+        allowed: tuple[Any, ...] = _ONE_OF.get(name, (None, False, {}, [], ""))
+        if name not in _READ and value not in allowed:
+            what = (
+                f"only {', '.join(json.dumps(each) for each in allowed)}" if name in _ONE_OF else "not that"
+            )
+            problems.append(f"{name} is {shown(value)} ({what})")
+    if "peft_type" not in fields:
+        problems.append("peft_type is missing")
+    if problems:
+        raise CheckpointError(
+            f"{path}: {'; '.join(problems)}: only plain LoRA can be imported; merge the adapter with peft "
+            "(merge_and_unload), and import what save_pretrained then writes."
+        )
+    return fields
+
+
+def _our_tensors(source: Path, adapter: Weights, names: ClassNames) -> Weights:
+    """The tensors of an adapter under our names. Raises: CheckpointError for one of another model."""
+    keys: dict[
+        str, tuple[str, ClassModule | None]
+    ] = {}  # our name -> the file's, and the module of an update
+    unknown = []
+    for key in adapter.shapes:
+        name = key.removeprefix(_PREFIX)
+        end = next((end for end in _ENDS if name.endswith(end)), None)
+        if end is None and name in names.head:
+            keys[names.head[name]] = key, None
+            continue
+        module_name = name.removesuffix(end or "")
+        # The class of a body and a class with a head name the same module with and without the prefix.
+        spelled = (module_name, names.prefix + module_name, module_name.removeprefix(names.prefix))
+        module = next((names.modules[each] for each in spelled if each in names.modules), None)
+        if end is None or module is None:
+            unknown.append(name)
+        else:
+            keys[f"{module.ours}.{_ENDS[end]}"] = key, module
+    if unknown:
+        raise CheckpointError(
+            f"{source / ADAPTER_WEIGHTS} has {listed(unknown)}, but --base has no linear layer of a block and no head "
+            "of that name; give the run of the model that the adapter was trained on, with its head."
+        )
+
+    def read(ours: str) -> torch.Tensor:
+        key, module = keys[ours]
+        tensor = adapter.read(key)
+        return tensor if module is None or ours.endswith(".a") else module.b_to_ours(tensor)
+
+    return Weights({ours: adapter.shapes[key] for ours, (key, _) in keys.items()}, read)
+
+
+def _config(
+    run: OpenRun, output: Path, fields: Mapping[str, Any], given: Weights, tree: Mapping[str, Any]
+) -> Config:
+    """The configuration of the new run. Raises: ConfigError; CheckpointError."""
+    targets = set()
+    for name in given.shapes:
+        if LORA in name:
+            layer, _, rest = name.partition(LORA)
+            path, part = layer.split(".", 2)[2], rest.split(".")[0]
+            targets.add(path if part == WHOLE else f"{path.rpartition('.')[0]}.{part}")
+    lora = {
+        "rank": fields.get("r"),
+        "alpha": fields.get("lora_alpha"),
+        "dropout": fields.get("lora_dropout") or 0.0,
+        "rank_stabilized": bool(fields.get("use_rslora")),
+        "targets": sorted(targets),
+    }
+    changes: dict[str, Any] = {
+        "model": {"lora": lora},
+        "ema": {"decay": None, "use": False},
+        "run": {"directory": str(output)},
+    }
+    if run.config.task is not None:
+        changes["finetune"] = {"trained": "lora"}
+    config = build(Config, merge(merge(to_tree(run.config), changes), tree))
+    assert config.tokenizer is not None
+    return replace(config, tokenizer=config.tokenizer.absolute())
+
+
+def _copy_files(base: Path, directory: Path) -> None:
+    """What an export of the run needs of the import that it is of."""
+    if (base / IMPORTED_FILES).is_dir():
+        shutil.copytree(base / IMPORTED_FILES, directory / IMPORTED_FILES)
+    for name in (PADDING_ROWS, "source.json"):
+        if (base / name).exists():
+            shutil.copyfile(base / name, directory / name)

@@ -1,0 +1,276 @@
+"""LoRA is peft's on the class of transformers: gradients, steps, files in both directions, merged weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from support.class_losses import class_loss, trained_losses
+from support.class_training import CASES, LR, TREE, batches_of, write_directory
+from support.commands import assert_refused, forked
+from support.distributed import run_ranks
+from support.hf_runs import WORDPIECE, write_run
+from support.hf_runs import tree as glm_tree
+from support.published import random_model
+from support.tasks import WORDS, write_task
+from support.tokenizer_files import write_bert
+from support.whole_weights import load_weights
+from transformers import BertForSequenceClassification
+
+from data_utils.common.batch_fields import WEIGHTS
+from data_utils.common.setting_files import load_yaml
+from data_utils.common.settings import build, merge, to_tree
+from data_utils.objectives import LOSSES
+from megatron_lite.checkpoint.manifest import checkpoint_name, list_checkpoints
+from megatron_lite.checkpoint.read import load_checkpoint
+from megatron_lite.checkpoint.trainer_state import TrainerState
+from megatron_lite.checkpoint.verify import read_checkpoint
+from megatron_lite.checkpoint.write import save_checkpoint
+from megatron_lite.config.lora import class_layers
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.sections import ParallelConfig
+from megatron_lite.config.systems import SYSTEMS
+from megatron_lite.config.tree import Config
+from megatron_lite.engine.plain import make_engine
+from megatron_lite.hf.adapters import import_adapter
+from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.hf.glm.modeling_glm import GLMForBlankInfilling
+from megatron_lite.hf.importing import import_directory
+from megatron_lite.hf.published.systems import SYSTEMS_BY_NAME
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.flops import parameter_shapes
+
+# Targets by peft's rules, in the class's names: single modules of our fused ones, and modules of several kinds.
+TARGETS = {
+    "glm": ["query_key_value", "dense_4h_to_h"],
+    "bert": ["query", "value", "intermediate.dense", "output.dense"],
+    "gpt2": ["c_attn", "mlp.c_proj"],
+    "llama": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"],
+    "t5": ["q", "v", "wo"],
+    "bart": ["k_proj", "out_proj", "fc1"],
+    "modernbert": ["Wqkv", "Wi", "Wo"],
+    "deberta_v3": ["query_proj", "key_proj", "attention.output.dense"],
+    "xlnet": ["layer_1", "layer_2"],
+    "qwen3": ["q_proj", "k_proj", "gate_proj"],
+    "glm4": ["k_proj", "gate_up_proj"],
+}
+TOLERANCE = 1e-5
+
+
+def begin(case, directory):
+    """A model's directory and its run, and an adapter of peft whose B is not zero, so that A has gradients at once."""
+    original, base, adapter = (directory / name for name in ("original", "base", "adapter"))
+    if case == "glm":
+        write_bert(directory, [*WORDPIECE, *(f"another{i}" for i in range(330))])
+        write_run(base, merge(glm_tree(directory / "vocab.txt"), of_glm()))
+        export_run(base, original, ExportOptions(verify=False))
+    else:
+        write_directory(case, original)
+        import_directory(original, base, TREE | CASES[case], verify=False)
+    adapted = get_peft_model(class_model(case, original), lora_config(case))
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in adapted.named_parameters():
+        if ".lora_B." in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05
+    adapted.save_pretrained(adapter)
+    return original, base, adapter
+
+
+def of_glm():
+    return {**TREE, "data": {"sequence_length": 40}, "objectives": {"blank_infilling": 1}}
+
+
+def lora_config(case):
+    return LoraConfig(r=3, lora_alpha=5, target_modules=TARGETS[case], use_rslora=case == "llama")
+
+
+def class_model(case, directory):
+    if case == "glm":
+        return GLMForBlankInfilling.from_pretrained(directory).eval()
+    described = json.loads((directory / "config.json").read_text())
+    return getattr(transformers, described["architectures"][0]).from_pretrained(directory).eval()
+
+
+def train(context, run, batches, steps):
+    """Losses, and the gradients of the first step by name; the state after the last one is the run's checkpoint."""
+    parallel = {"tensor_parallel_size": context.tp.size}
+    config = build(Config, load_yaml(run / "config.yaml") | {"parallel": parallel})
+    engine = make_engine(config, context, len(LOSSES))
+    load_checkpoint(read_checkpoint(run / "checkpoints" / checkpoint_name(0)), engine, context)
+    losses, gradients = [], {}
+
+    def observe(fragment, gradient):
+        assert gradient.numel() == torch.Size(fragment.shape).numel()
+        gradients[fragment.name] = gradient.view(fragment.shape).clone()
+
+    for step, fields in enumerate(batches[:steps]):
+        factor = 1.0 / np.count_nonzero(fields[:, WEIGHTS])
+        prepared = [engine.prepared(Batch(fields), step, factor)]
+        if step == 0:
+            with engine.observed_gradients(observe):
+                result = engine.train_step(prepared, LR)
+        else:
+            result = engine.train_step(prepared, LR)
+        losses.append(float(result.objective_sums[:, 0].sum()) * factor)
+    state = TrainerState.beginning(to_tree(config)).to_json()
+    save_checkpoint(run / "checkpoints", steps, engine, state | {"step": steps}, context)
+    return losses, gradients
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks"),
+    [
+        *(("glm", 1), ("bert", 1), ("gpt2", 1), ("llama", 2), ("t5", 1)),
+        *(
+            pytest.param(case, ranks, marks=pytest.mark.slow)
+            for case, ranks in (
+                *(("bart", 2), ("modernbert", 1), ("deberta_v3", 2), ("xlnet", 1), ("qwen3", 1), ("glm4", 2)),
+            )
+        ),
+    ],
+)
+def test_training_and_files_are_pefts(case, ranks, tmp_path):
+    original, base, adapter = begin(case, tmp_path)
+    run = tmp_path / "run"
+    import_adapter(adapter, base, run, {})
+    batches = batches_of(base)
+    layout = ParallelConfig(tensor_parallel_size=ranks)
+    losses, gradients = run_ranks(train, ranks, run, batches, len(batches), parallel=layout)[0]
+
+    adapted = PeftModel.from_pretrained(class_model(case, original), adapter, is_trainable=True)
+    model = adapted.get_base_model()
+    class_loss(model, batches[0]).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), TREE["optimizer"]["clip_grad_norm"])
+    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    assert len(gradients) == len(expected) and all(".lora." in name for name in gradients)
+    if ranks == 1:
+        ours = sorted(float(gradient.norm()) for gradient in gradients.values())
+        np.testing.assert_allclose(
+            ours, sorted(float(g.norm()) for g in expected.values()), rtol=TOLERANCE, atol=1e-7
+        )
+    model.zero_grad()
+    np.testing.assert_allclose(
+        losses, trained_losses(model, batches, LR, **TREE["optimizer"]), rtol=TOLERANCE
+    )
+
+    export_run(run, tmp_path / "trained", ExportOptions(adapter=True))
+    written, theirs = (
+        load_file(tmp_path / "trained/adapter_model.safetensors"),
+        get_peft_model_state_dict(adapted),
+    )
+    assert written.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(written[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+
+    # peft reads what is written here, and merges it to the same bits.
+    export_run(run, tmp_path / "merged", ExportOptions())
+    again = PeftModel.from_pretrained(class_model(case, original), tmp_path / "trained")
+    assert get_peft_model_state_dict(again).keys() == written.keys()
+    merged = again.merge_and_unload().state_dict()
+    exported = class_model(case, tmp_path / "merged").state_dict()
+    assert exported.keys() == merged.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in merged.items())
+    begun = class_model(case, original).state_dict()
+    assert not all(torch.equal(exported[name], begun[name]) for name in begun)
+
+
+CONVERT, TUNE = "scripts/convert_checkpoint.py", "scripts/finetune.py"
+
+
+def done(script, *arguments):
+    result = forked(script, *arguments)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_a_tuned_classifier_goes_to_peft_and_comes_back(tmp_path):
+    original = tmp_path / "bert"
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    write_bert(original, names)
+    random_model("bert", std=0.05, vocab_size=len(names)).save_pretrained(original)
+    _, task = write_task(tmp_path / "task", train=32)
+    updates = ["finetune.trained=lora", "model.lora={rank: 4, targets: [query, value, mlp.dense_4h_to_h]}"]
+    settings = ["objectives={masked_lm: 1}", "data.sequence_length=64", "training.precision=fp32"]
+    begin = ["--checkpoint", original, "--task", task, "--output", tmp_path / "out", "finetune.epochs=1"]
+    assert "trained: " in done(TUNE, *begin, *settings, *updates)
+    tuned = tmp_path / "out/seed_1234"
+    done(CONVERT, "export", "--checkpoint", tuned, "--output", tmp_path / "merged")
+    done(CONVERT, "export", "--checkpoint", tuned, "--output", tmp_path / "adapter", "--adapter")
+
+    described = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert described["modules_to_save"] == ["classifier"] and described["r"] == 4
+    model = BertForSequenceClassification.from_pretrained(original, num_labels=2)
+    adapted = PeftModel.from_pretrained(model, tmp_path / "adapter")
+    written = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    assert get_peft_model_state_dict(adapted).keys() == written.keys()
+    assert sum(".lora_" in name for name in written) == 3 * 3 * 2
+    exported = BertForSequenceClassification.from_pretrained(tmp_path / "merged").state_dict()
+    merged = adapted.merge_and_unload().state_dict()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in merged.items())
+
+    done(CONVERT, "import", "--input", tmp_path / "merged", "--output", tmp_path / "whole", *settings[:2])
+    again = ["import", "--input", tmp_path / "adapter", "--output", tmp_path / "again", "--base"]
+    done(CONVERT, *again, tmp_path / "whole")
+    found, expected = (
+        load_weights(read_checkpoint(list_checkpoints(directory)[-1]))
+        for directory in (tmp_path / "again/checkpoints", tuned / "checkpoints")
+    )
+    same = [name for name in expected if ".lora." in name or name.startswith("heads.task.")]
+    assert len(same) == 3 * 3 * 2 + 2 and all(torch.equal(found[name], expected[name]) for name in same)
+
+    shutil.rmtree(tmp_path / "again")
+    assert_refused(forked(CONVERT, *again[:-1]), "pass --base RUN")
+    assert_refused(forked(CONVERT, *again, tuned), "has updates of LoRA itself")
+    assert_refused(forked(CONVERT, *again, tmp_path / "out/imported"), "classifier")  # no head
+    for name, value in (("use_dora", True), ("rank_pattern", {"query": 2}), ("peft_type", "LOHA")):
+        changed = shutil.copytree(tmp_path / "adapter", tmp_path / name)
+        (changed / "adapter_config.json").write_text(json.dumps(described | {name: value}))
+        here = ["import", "--input", changed, "--output", tmp_path / "again", "--base", tmp_path / "whole"]
+        assert_refused(forked(CONVERT, *here), f"{name} is")
+    fewer = {name: tensor for name, tensor in written.items() if "layer.1." not in name}
+    save_file(fewer, tmp_path / "use_dora/adapter_model.safetensors")
+    (tmp_path / "use_dora/adapter_config.json").write_text(json.dumps(described))
+    here = ["import", "--input", tmp_path / "use_dora", "--output", tmp_path / "again", "--base"]
+    assert_refused(forked(CONVERT, *here, tmp_path / "whole"), "it lacks layers.1.")
+    assert not (tmp_path / "again").exists()
+    plain = ["export", "--checkpoint", tmp_path / "whole", "--output", tmp_path / "again", "--adapter"]
+    assert_refused(forked(CONVERT, *plain), "has no updates of LoRA")
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_names_of_targets_are_those_of_the_tables(name):
+    """config/lora.py repeats them; and every linear layer of a block is in it, but for attention of XLNet."""
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 100}
+    decoder = {"decoder_layers": 1} if name in ("bart", "mass", "t5", "t5_1_1", "mt5") else {}
+    heads = {"num_key_value_heads": 2} if name == "mistral" else {}
+    positions = {"position_projections": True} if name == "deberta_v3" else {}
+    tree = {"system": name, **sizes, **decoder, **heads, **positions, "lora": {"rank": 2}}
+    model = build(ModelConfig, tree, "model.")
+    layers = class_layers(model)
+    named = {ours.rpartition(".lora.")[0] for ours in parameter_shapes(model) if ".lora." in ours}
+    blocks = {f"{prefix}.{ours}" for ours in layers for prefix in ("layers.0", "layers.2")}
+    assert {path for path in blocks if f"{path}.weight" in parameter_shapes(model)} == {
+        path for path in named if path.startswith(("layers.0.", "layers.2."))
+    }
+    matrices = {
+        module
+        for ours, shape in parameter_shapes(replace(model, lora=None)).items()
+        if ours.startswith("layers.") and len(shape) == 2
+        for module in [ours.split(".", 2)[2].removesuffix(".weight")]
+    }
+    absent = {"attention.query_key_value", "attention.dense"} if name == "xlnet" else set()
+    assert layers.keys() == {m for m in matrices if "relative" not in m} - absent
+    for ours, theirs in layers.items() if name in SYSTEMS_BY_NAME else ():
+        rules = [rule for rule in SYSTEMS_BY_NAME[name].rules if rule.ours.endswith(f"}}.{ours}")]
+        rules = [rule for rule in rules if rule.ffn in (None, model.ffn)]
+        assert rules
+        for rule in rules:
+            assert len(rule.theirs) == len(theirs)
+            assert all(full.endswith(f".{end}") for full, end in zip(rule.theirs, theirs, strict=True))
