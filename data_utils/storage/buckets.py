@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -112,11 +113,18 @@ class BucketStore:
     patience: Patience
 
     def stream(self, stored: StoredObject, start: int, stop: int) -> Iterator[bytes]:
-        def read() -> bytes:
-            data = _opened(stored).read_at(stop - start, start)
+        def compare() -> None:
             info = self.bucket.file_system().get_file_info(f"{self.bucket.name}/{stored.key}")
             if (info.size, _identity(info)) != (stored.size, stored.identity):
                 raise stored.changed()
+
+        def read() -> bytes:
+            try:
+                data = _opened(stored).read_at(stop - start, start)
+            except OSError:
+                compare()  # the library says of an object that is gone what it says of a cut answer
+                raise
+            compare()
             return bytes(data)
 
         yield self.bucket.attempt(f"input {stored.label}", read)
@@ -199,8 +207,15 @@ def list_bucket(url: str) -> tuple[list[StoredObject], list[str]]:
 
     def infos(folder: str, recursive: bool) -> list[Any]:
         where = f"{bucket.name}/{folder}".rstrip("/")
-        selector = pyarrow.fs.FileSelector(where, allow_not_found=bool(folder), recursive=recursive)
-        return ask(lambda system: system.get_file_info(selector))
+        selector = pyarrow.fs.FileSelector(where, recursive=recursive)
+
+        def look(system: pyarrow.fs.FileSystem) -> list[Any]:
+            # Not by the selector's `allow_not_found`, which takes an unknown bucket for an empty one.
+            with suppress(FileNotFoundError):
+                return system.get_file_info(selector)
+            return []
+
+        return ask(look)
 
     def pinned(info: Any) -> StoredObject:
         key = info.path[len(bucket.name) + 1 :]

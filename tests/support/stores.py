@@ -1,6 +1,7 @@
 """Stand-ins of stores on the loopback: a web server of files whose answers can be cut, and the hub's routes on it."""
 
 import hashlib
+import http.client
 import json
 import random
 import re
@@ -15,8 +16,9 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 class FileServer(ThreadingHTTPServer):
     """Serves `files`, path -> content, with ranges and ETags.
 
-    cuts: share of the answers that end early, after a drawn number of bytes, 1 at least; busy: share that is a status 503; `refuse`: path -> a
-    status; `needed`: an Authorization header or a query that a request must have; `seen`: the requests.
+    cuts: share of the answers that end early, after a drawn number of bytes, 1 at least; busy: share that is a status
+    503; `refuse`: path -> a status; `needed`: an Authorization header or a query that a request must have; `seen`:
+    the requests.
     """
 
     daemon_threads = True
@@ -35,9 +37,16 @@ class FileServer(ThreadingHTTPServer):
         pass  # a client that closes an answer early, as ours do
 
 
-@contextmanager
 def serving(files, **options):
-    server = FileServer(files, **options)
+    return running(FileServer(files, **options))
+
+
+def relaying(port, **options):
+    return running(Relay(port, **options))
+
+
+@contextmanager
+def running(server):
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
@@ -112,13 +121,13 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def _hub_api(self, rest):
-        """`ORG/NAME/revision/REVISION` and `ORG/NAME/tree/COMMIT/FOLDER?recursive=true`."""
-        repository, route, *more = re.fullmatch(r"([^/]+/[^/]+)/(\w+)/([^/]+)/?(.*)", rest).groups()
+        """`ORG/NAME`, `ORG/NAME/revision/REVISION` and `ORG/NAME/tree/COMMIT/FOLDER?recursive=true`."""
+        repository, route, *more = re.fullmatch(r"([^/]+/[^/]+)(?:/(\w+)/([^/]+)/?(.*))?", rest).groups()
         server = self.server
-        if repository not in server.hub or (route == "revision" and more[0] not in ("main", COMMIT)):
+        if repository not in server.hub or (route == "revision" and more[0] != COMMIT):
             missing = "RepoNotFound" if repository not in server.hub else "RevisionNotFound"
             return self._answer(404, b"{}", {"X-Error-Code": missing, "Content-Type": "application/json"})
-        if route == "revision":
+        if route != "tree":
             tree = {"id": repository, "sha": server.hub[repository], "siblings": []}
         else:
             above = f"/{repository}/"
@@ -134,3 +143,57 @@ class _Handler(BaseHTTPRequestHandler):
                 if name.startswith(f"{more[1]}/" if more[1] else "")
             ]
         return self._answer(200, json.dumps(tree).encode(), {"Content-Type": "application/json"})
+
+
+class Relay(ThreadingHTTPServer):
+    """Passes requests on to another server of this machine, and cuts a share of the answers with content.
+
+    `answer`: (status, code) of S3 that is given to all instead.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, port, cuts=0.0, seed=0, answer=None):
+        super().__init__(("127.0.0.1", 0), _RelayHandler)
+        self.port, self.cuts, self.answer, self.seen = port, cuts, answer, []
+        self.draw, self.lock = random.Random(seed), threading.Lock()
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, request, client_address):
+        pass
+
+
+class _RelayHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        pass
+
+    def _pass_on(self):
+        server = self.server
+        with server.lock:
+            server.seen.append((self.command, self.path, self.headers.get("Range")))
+            is_cut, share = server.draw.random() < server.cuts, server.draw.random()
+        if server.answer:
+            status, code = server.answer
+            words = f"<Error><Code>{code}</Code><Message>WORDS OF THE SERVER</Message></Error>"
+            status, headers, data = status, {"x-amz-bucket-region": "eu-west-1"}, words.encode()
+        else:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            onward = http.client.HTTPConnection("127.0.0.1", server.port)
+            onward.request(self.command, self.path, body, dict(self.headers))
+            response = onward.getresponse()
+            status, headers, data = response.status, dict(response.headers), response.read()
+        data = b"" if self.command == "HEAD" else data
+        is_cut = is_cut and self.command == "GET" and "Range" in self.headers
+        self.send_response_only(status)
+        for name, value in headers.items():
+            if name.lower() not in ("content-length", "connection", "transfer-encoding"):
+                self.send_header(name, value)
+        length = headers.get("Content-Length", "0") if self.command == "HEAD" else str(len(data))
+        self.send_header("Content-Length", length)
+        self.end_headers()
+        self.wfile.write(data[: int(len(data) * share)] if is_cut else data)
+        self.close_connection = is_cut
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _pass_on

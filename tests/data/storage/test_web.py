@@ -22,11 +22,6 @@ from data_utils.corpus.inputs import expand_inputs
 from data_utils.storage import objects
 
 
-@pytest.fixture(autouse=True)
-def no_waits(monkeypatch):
-    monkeypatch.setattr(objects, "PATIENCE", objects.Patience(first_wait=0))
-
-
 @pytest.fixture
 def files():
     return corpus_files()
