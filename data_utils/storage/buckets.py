@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -112,6 +112,38 @@ class BucketStore:
     bucket: Bucket
     patience: Patience
 
+    def ask(self, label: str, work: Callable[[pyarrow.fs.FileSystem], _Result]) -> _Result:
+        """The result of a request that brings all or nothing. Raises DataError."""
+        return patiently(
+            label, self.patience, lambda: self.bucket.attempt(label, lambda: work(self.bucket.file_system()))
+        )
+
+    def find(self, key: str) -> StoredObject | None:
+        """The object of this name, if there is one. Raises DataError."""
+        label, path = f"input {self.bucket.url}{key}", f"{self.bucket.name}/{key}"
+        info = self.ask(label, lambda system: system.get_file_info(path))
+        return self.pinned(info) if info.is_file else None
+
+    def pinned(self, info: Any) -> StoredObject:
+        key = info.path[len(self.bucket.name) + 1 :]
+        return StoredObject(self.bucket.url + key, info.size, _identity(info), key, self)
+
+    def write(self, key: str, chunks: Callable[[], Iterable[bytes]]) -> None:
+        """Write an object. Args: chunks: begins to give its content, once for each attempt. Raises DataError."""
+
+        def work(system: pyarrow.fs.FileSystem) -> None:
+            # Without compression: the library would compress what is named .gz.
+            with system.open_output_stream(f"{self.bucket.name}/{key}", compression=None) as file:
+                for chunk in chunks():
+                    file.write(chunk)
+
+        self.ask(f"{self.bucket.url}{key}", work)
+
+    def delete(self, key: str) -> None:
+        """Delete an object. Raises DataError."""
+        path = f"{self.bucket.name}/{key}"
+        self.ask(f"{self.bucket.url}{key}", lambda system: system.delete_file(path))
+
     def stream(self, stored: StoredObject, start: int, stop: int) -> Iterator[bytes]:
         def compare() -> None:
             info = self.bucket.file_system().get_file_info(f"{self.bucket.name}/{stored.key}")
@@ -189,6 +221,12 @@ def parse_bucket(url: str) -> tuple[Bucket, str]:
     return Bucket(kind, name, f"{scheme}://{netloc}/", account), path
 
 
+def bucket_object(url: str) -> StoredObject | None:
+    """The object of exactly this name, if there is one. Raises: ConfigError, DataError."""
+    bucket, key = parse_bucket(url)
+    return BucketStore(bucket, objects.PATIENCE).find(key)
+
+
 def list_bucket(url: str) -> tuple[list[StoredObject], list[str]]:
     """The objects that a name, a folder or a glob names, in their order; and folders that a glob without ** matches.
 
@@ -196,12 +234,6 @@ def list_bucket(url: str) -> tuple[list[StoredObject], list[str]]:
     """
     bucket, path = parse_bucket(url)
     store = BucketStore(bucket, objects.PATIENCE)
-
-    def ask(work: Callable[[pyarrow.fs.FileSystem], _Result]) -> _Result:
-        label = f"input {url}"
-        return patiently(
-            label, store.patience, lambda: bucket.attempt(label, lambda: work(bucket.file_system()))
-        )
 
     import pyarrow.fs
 
@@ -215,24 +247,20 @@ def list_bucket(url: str) -> tuple[list[StoredObject], list[str]]:
                 return system.get_file_info(selector)
             return []
 
-        return ask(look)
+        return store.ask(f"input {url}", look)
 
-    def pinned(info: Any) -> StoredObject:
-        key = info.path[len(bucket.name) + 1 :]
-        return StoredObject(bucket.url + key, info.size, _identity(info), key, store)
-
+    if path and not path.endswith("/") and (stored := store.find(path)) is not None:
+        return [stored], []
     is_file = pyarrow.fs.FileType.File
-    if path and not path.endswith("/"):
-        info = ask(lambda system: system.get_file_info(f"{bucket.name}/{path}"))
-        if info.type == is_file:
-            return [pinned(info)], []
     if not globs.has_magic(path):
         found, matched = infos(path, True), re.compile(".*", re.DOTALL)
     else:
         found = infos(globs.fixed_folder(path), globs.is_deep(path))
         matched = globs.compiled(path)
     found = [info for info in found if matched.fullmatch(info.path[len(bucket.name) + 1 :])]
-    files = sorted((pinned(info) for info in found if info.type == is_file), key=lambda stored: stored.key)
+    files = sorted(
+        (store.pinned(info) for info in found if info.type == is_file), key=lambda stored: stored.key
+    )
     folders = []
     if globs.has_magic(path) and not globs.is_deep(path):
         folders = sorted(

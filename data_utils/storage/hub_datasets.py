@@ -37,8 +37,12 @@ class HubStore:
             yield from web.content(stored, response, start)
 
 
-def list_hub(url: str) -> tuple[list[StoredObject], list[str]]:
-    """As `buckets.list_bucket`, of a dataset of the hub. Raises: ConfigError, DataError."""
+def list_hub(url: str, is_name: bool = False) -> tuple[list[StoredObject], list[str]]:
+    """As `buckets.list_bucket`, of a dataset of the hub.
+
+    Args: is_name: the path is the name of one file, and no folder or glob.
+    Raises: ConfigError, DataError.
+    """
     match = _URL.fullmatch(url)
     if match is None:
         raise ConfigError(
@@ -55,11 +59,11 @@ def list_hub(url: str) -> tuple[list[StoredObject], list[str]]:
     matched = globs.compiled(path)
     names = {name for name, _, _ in listed}
     is_wanted = matched.fullmatch
-    if path in names or not globs.has_magic(path):  # a name, or a folder
+    if is_name or path in names:
+        is_wanted = re.compile(re.escape(path)).fullmatch
+    elif not globs.has_magic(path):  # a folder
         above = path.rstrip("/") + "/" if path else ""
-        is_wanted = re.compile(
-            re.escape(path) if path in names else re.escape(above) + ".*", re.DOTALL
-        ).fullmatch
+        is_wanted = re.compile(re.escape(above) + ".*", re.DOTALL).fullmatch
     return [
         StoredObject(f"hf://datasets/{repository}@{commit}/{name}", size, identity, name, store)
         for name, size, identity in sorted(listed)

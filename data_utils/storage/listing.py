@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.common.urls import without_secrets
-from data_utils.storage.buckets import SCHEMES, list_bucket
+from data_utils.storage.buckets import SCHEMES, bucket_object, list_bucket
 from data_utils.storage.hub_datasets import list_hub
 from data_utils.storage.objects import StoredObject
 from data_utils.storage.web import list_web
@@ -20,6 +20,26 @@ class Listing:
 
     objects: list[StoredObject]
     folders: list[str]  # that a glob matches, which names no object in them
+
+
+def object_named(url: str) -> StoredObject | None:
+    """The object of exactly this name; None if there is none. Raises: ConfigError, DataError."""
+    scheme = url.partition("://")[0].lower()
+    if scheme in SCHEMES:
+        return bucket_object(url)
+    if scheme == "hf":
+        return next(iter(list_hub(url, is_name=True)[0]), None)
+    return next(iter(list_url(url).objects))
+
+
+def stored_content(url: str, limit: int) -> bytes | None:
+    """The content of a small object; None if there is none of this name. Raises: ConfigError, DataError."""
+    stored = object_named(url)
+    if stored is None:
+        return None
+    if stored.size > limit:
+        raise DataError(f"{stored} has {stored.size:,} bytes, more than the {limit:,} that are read of it.")
+    return stored.read(0, stored.size)
 
 
 def list_url(url: str) -> Listing:

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
+from support.waiting import wait_until
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -18,7 +20,7 @@ class FileServer(ThreadingHTTPServer):
 
     cuts: share of the answers that end early, after a drawn number of bytes, 1 at least; busy: share that is a status
     503; `refuse`: path -> a status; `needed`: an Authorization header or a query that a request must have; `seen`:
-    the requests.
+    the requests; `most_bytes`: after as many no answer comes until it is None.
     """
 
     daemon_threads = True
@@ -28,6 +30,7 @@ class FileServer(ThreadingHTTPServer):
         self.files, self.cuts, self.busy = dict(files), cuts, busy
         self.refuse, self.needed, self.seen, self.has_ranges, self.has_etags = {}, None, [], True, True
         self.checks_conditions = True
+        self.most_bytes, self.sent = None, 0
         self.hub = {}  # org/name -> commit
         self.draw = random.Random(seed)
         self.lock = threading.Lock()
@@ -106,6 +109,11 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(416, b"", {"Content-Range": f"bytes */{len(content)}"})
         headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
         data = content[first : last + 1]
+        with server.lock:
+            server.sent += len(data)
+            is_stalled = server.most_bytes is not None and server.sent > server.most_bytes
+        if is_stalled:
+            wait_until(lambda: server.most_bytes is None)
         return self._answer(206, data, headers, max(int(len(data) * share), 1) if is_cut else None)
 
     def _answer(self, status, data=b"", headers=None, sent=None):
