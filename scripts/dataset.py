@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Inspect, verify and merge finished datasets, and adopt datasets of other programs. See docs/data_format.md.
+"""Inspect, verify, merge and push finished datasets, and adopt those of other programs. See docs/data_format.md.
 
 python scripts/dataset.py inspect data/corpus_train
 python scripts/dataset.py verify data/corpus_train data/corpus_validation
+python scripts/dataset.py push data/corpus_train s3://bucket/corpus_train
 python scripts/dataset.py merge data/books data/news --output data/all
 python scripts/dataset.py stats data/all --histogram lengths.png
 python scripts/dataset.py adopt megatron/books_text_document
@@ -16,6 +17,7 @@ if __name__ == "__main__":
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,10 @@ import numpy as np
 from data_utils.common.errors import ArgumentParser, ConfigError, DataError, expanded_path, run_command
 from data_utils.common.files import require_named
 from data_utils.common.setting_files import shorten
+from data_utils.common.urls import is_url
 from data_utils.dataset import verification
 from data_utils.dataset.indexed_dataset import IndexedDataset
-from data_utils.dataset.manifest import tokenizer_name
+from data_utils.dataset.manifest import read_manifest, require_local, tokenizer_name
 from data_utils.dataset.sources import sources_of
 from data_utils.dataset.tools import (
     adopt_dataset,
@@ -35,6 +38,7 @@ from data_utils.dataset.tools import (
     token_counts,
     upgrade_dataset,
 )
+from data_utils.dataset.transfer import push_dataset, verify_stored
 from data_utils.dataset.vectors import convert_vectors
 from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 
@@ -58,6 +62,11 @@ def parse_arguments() -> argparse.Namespace:
         "verify", help="read the whole dataset and check checksums, index, ids and document ends"
     )
     verify.add_argument("prefix", type=expanded_path, nargs="+")
+
+    push = commands.add_parser("push", help="write a dataset into a bucket, its manifest last")
+    push.add_argument("prefix", type=expanded_path)
+    push.add_argument("url", help="prefix in the bucket: s3://bucket/name (gs://, az://)")
+    push.add_argument("--overwrite", action="store_true", help="replace another dataset of this name")
 
     merge = commands.add_parser(
         "merge", help="merge datasets with the same tokenizer, without tokenizing again"
@@ -107,13 +116,31 @@ def main() -> None:
         raise ConfigError(f"--documents is {arguments.documents}; it must be 0 or more.")
     if getattr(arguments, "histogram", None):
         require_named(Path(arguments.histogram), "--histogram")
+    if arguments.command not in ("inspect", "verify"):
+        prefixes = getattr(arguments, "prefix", [])
+        for prefix in [prefixes] if isinstance(prefixes, str) else prefixes:
+            require_local(prefix)
     COMMANDS[arguments.command](arguments)
 
 
 def inspect(arguments: argparse.Namespace) -> None:
+    if is_url(arguments.prefix):
+        manifest = read_manifest(arguments.prefix)
+        print_stored(arguments.prefix, manifest)
+        print_facts(manifest)
+        return
     dataset = IndexedDataset(arguments.prefix)
     print_size(dataset)
-    manifest = dataset.manifest
+    print_facts(dataset.manifest)
+    count = min(arguments.documents, len(dataset))
+    numbers = arguments.document or np.linspace(0, len(dataset) - 1, count).astype(int).tolist()
+    tokenizer = find_tokenizer(dataset, arguments.tokenizer_path) if numbers else None
+    for number in numbers:
+        print_document(dataset, number, tokenizer)
+
+
+def print_facts(manifest: Mapping[str, Any]) -> None:
+    """What a manifest says besides the size."""
     for key in (
         "adopted",
         "num_sequences",
@@ -131,11 +158,6 @@ def inspect(arguments: argparse.Namespace) -> None:
     if first := next(sources_of(manifest), None):
         count = sum(1 for _ in sources_of(manifest))
         print(f"  sources: {count:,}, the first {first[0]} ({first[1]:,} bytes)")
-    count = min(arguments.documents, len(dataset))
-    numbers = arguments.document or np.linspace(0, len(dataset) - 1, count).astype(int).tolist()
-    tokenizer = find_tokenizer(dataset, arguments.tokenizer_path) if numbers else None
-    for number in numbers:
-        print_document(dataset, number, tokenizer)
 
 
 def described(key: str, value: Any) -> str:
@@ -158,6 +180,15 @@ def print_size(dataset: IndexedDataset) -> None:
     print(
         f"{dataset.prefix}: {dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens, "
         f"{dataset.dtype.name}, {size:,.1f} MB"
+    )
+
+
+def print_stored(prefix: str, manifest: Mapping[str, Any]) -> None:
+    """As `print_size`, of a dataset in a store."""
+    size = sum(entry["bytes"] for entry in manifest["files"].values()) / 1e6
+    print(
+        f"{prefix}: {manifest['num_documents']:,} documents, {manifest['num_tokens']:,} tokens, "
+        f"{manifest['dtype']}, {size:,.1f} MB in all"
     )
 
 
@@ -196,9 +227,18 @@ def find_tokenizer(dataset: IndexedDataset, path: str | None) -> Tokenizer | Non
 
 def verify(arguments: argparse.Namespace) -> None:
     for prefix in arguments.prefix:
+        if is_url(prefix):
+            manifest = verify_stored(prefix)
+            count = f"{manifest['num_documents']:,} documents, {manifest['num_tokens']:,} tokens"
+            print(f"{prefix}: {count}, all blocks have the checksums of the manifest")
+            continue
         dataset = IndexedDataset(prefix, sequential=True)
         verification.verify(dataset)
         print(f"{prefix}: {dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens, all good")
+
+
+def push(arguments: argparse.Namespace) -> None:
+    print(f"{arguments.prefix} is at {push_dataset(arguments.prefix, arguments.url, arguments.overwrite)}")
 
 
 def adopt(arguments: argparse.Namespace) -> None:
@@ -251,7 +291,7 @@ def print_token_counts(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> 
         print(f"unknown tokens: {counts[tokenizer.special.unk]:,} ({share:.4%})")
 
 
-COMMANDS = {f.__name__: f for f in (inspect, verify, merge, stats, adopt, upgrade, vectors)}
+COMMANDS = {f.__name__: f for f in (inspect, verify, push, merge, stats, adopt, upgrade, vectors)}
 
 
 def command() -> None:

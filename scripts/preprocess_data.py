@@ -33,6 +33,7 @@ from data_utils.common.errors import (
     expanded_path,
     run_command,
 )
+from data_utils.common.urls import without_secrets
 from data_utils.corpus.documents import BAD_RECORD_POLICIES, DEFAULT_MAX_BAD_RECORDS, TEXT_SPLITS
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.verification import verify
@@ -49,7 +50,10 @@ INTERRUPTED = "interrupted before the output was complete; run the command again
 def parse_arguments() -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
-    text = "files, globs, directories of parts: .jsonl .csv .tsv .txt, also compressed; .parquet .arrow; save_to_disk"
+    text = (
+        "files, globs, directories of parts, URLs (s3, gs, az, hf, https): .jsonl .csv .tsv .txt, also compressed; "
+        ".parquet .arrow; save_to_disk"
+    )
     add("--input", type=expanded_path, dest="inputs", nargs="+", required=True, help=text)
     text = "output prefix, for example data/corpus"
     add("--output", type=expanded_path, required=True, help=text)
@@ -194,7 +198,7 @@ def main_of_rank(arguments: argparse.Namespace) -> int:
         make_dataset(arguments, Ranks(MPI.COMM_WORLD))
     except UserError as error:
         if MPI.COMM_WORLD.Get_rank() == 0:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {without_secrets(str(error))}", file=sys.stderr)
         return ExitStatus.USER_ERROR
     except KeyboardInterrupt:
         print(INTERRUPTED, file=sys.stderr)

@@ -51,8 +51,21 @@ class Row:
 TABLE = [
     Row("", TUTORIAL, "tutorial.md"),
     Row("python scripts/train_tokenizer.py", HERE),
+    Row(
+        "python scripts/preprocess_data.py --input 's3:", "tests/data/storage/test_buckets.py: needs a bucket"
+    ),
+    Row(
+        "python scripts/preprocess_data.py --input 'hf:",
+        "tests/data/storage/test_hub_datasets.py: needs the hub",
+    ),
+    Row(
+        "python scripts/preprocess_data.py --input https:",
+        "tests/data/storage/test_web.py: needs a web server",
+    ),
     Row("python scripts/preprocess_data.py", HERE),
     Row("python scripts/split_sentences.py", HERE),
+    Row("python scripts/dataset.py push", "tests/data/storage/test_datasets.py: needs a bucket"),
+    Row("python scripts/dataset.py verify s3:", "tests/data/storage/test_datasets.py: needs a bucket"),
     Row("python scripts/dataset.py", HERE),
     Row("python scripts/inspect_batch.py", HERE),
     Row("python scripts/checkpoints.py", HERE),

@@ -25,6 +25,7 @@ SECTIONS = {name.partition(".")[0] for name in SETTINGS}
 COMMANDS = re.compile(r"(?:python|deepspeed(?: --\S+ \d+)?) ((?:\w+/)*\w+\.py)((?:\\\n|[^\n`])*)")
 ENVIRONMENT_READERS = {
     "data_utils/common/entry.py",  # names of caches, for libraries that are imported later
+    "data_utils/storage/buckets.py",  # endpoint, region and accounts of stores
     "megatron_lite/parallel/launch.py",
     "megatron_lite/parallel/context.py",
 }

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +30,7 @@ from data_utils.corpus.mentions import (
     read_names,
     token_entities,
 )
+from data_utils.corpus.stored_files import InputFile
 from data_utils.dataset.manifest import CAPITALS, SPANS
 
 
@@ -112,7 +112,7 @@ def _capital(text: str, start: int, end: int) -> int:
 AnnotationReader = EntityReader | CapitalReader | PairReader
 
 
-def open_annotation_reader(config: BuildConfig, inputs: Sequence[Path]) -> AnnotationReader | None:
+def open_annotation_reader(config: BuildConfig, inputs: Sequence[InputFile]) -> AnnotationReader | None:
     """The reader of the annotations that a build stores; None: it stores none.
 
     Raises: ConfigError for inputs without the fields that it needs, or a bad file of labels; DataError for a bad file

@@ -7,13 +7,13 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from data_utils.common.errors import ConfigError
 from data_utils.common.files import require_prefix
 from data_utils.common.settings import checked, setting
 from data_utils.corpus.documents import DEFAULT_MAX_BAD_RECORDS, check_options
 from data_utils.corpus.inputs import file_format
+from data_utils.corpus.stored_files import InputFile
 
 DEFAULT_SHARD_BYTES = 16 << 20
 _HASH_RANGE = 1 << 64
@@ -25,7 +25,7 @@ _SPLIT_NAME = re.compile(r"[A-Za-z0-9._-]+")
 class BuildConfig:
     """The options of a corpus build. Raises ConfigError for values out of range."""
 
-    inputs: Sequence[str]  # files and globs
+    inputs: Sequence[str]  # files, globs and URLs
     output: str  # prefix of the dataset's files
     text_key: str = "text"
     text_split: str = "file"  # see documents.TEXT_SPLITS
@@ -114,7 +114,7 @@ def parse_split(text: str) -> dict[str, float]:
     return splits
 
 
-def require_json_lines(option: str, inputs: Sequence[Path]) -> None:
+def require_json_lines(option: str, inputs: Sequence[InputFile]) -> None:
     """Raise ConfigError for inputs without fields, which an option reads."""
     for source in inputs:
         if file_format(source, "") != "jsonl":

@@ -13,13 +13,13 @@ import hashlib
 import re
 import zlib
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
 from data_utils.build.config import BuildConfig
 from data_utils.common.errors import DataError
 from data_utils.corpus.documents import Document, read_document_files
+from data_utils.corpus.stored_files import InputFile
 
 NGRAM_WORDS = 13
 
@@ -74,7 +74,7 @@ class EvaluationTexts:
         return sum(bool(matched[indices].any()) for indices in self._indices)
 
 
-def read_evaluation_texts(config: BuildConfig, paths: Sequence[Path]) -> EvaluationTexts:
+def read_evaluation_texts(config: BuildConfig, paths: Sequence[InputFile]) -> EvaluationTexts:
     """Read evaluation texts with the corpus's own text key, text split and policy for bad records."""
     documents = read_document_files(
         paths,

@@ -47,10 +47,11 @@ from data_utils.corpus.documents import (
 )
 from data_utils.corpus.inputs import expand_inputs
 from data_utils.corpus.mentions import KEPT
-from data_utils.corpus.stored_files import stored_bytes
+from data_utils.corpus.stored_files import InputFile, stored_bytes
 from data_utils.dataset.manifest import damaged, dataset_path, existing_files, read_manifest
 from data_utils.dataset.sources import described_sources
 from data_utils.dataset.writer import IndexedDatasetWriter, remove_dataset, token_dtype
+from data_utils.storage.objects import StoredObject
 from data_utils.tokenizers.special_tokens import NO_TOKEN
 
 _PLAN_VERSION = 1
@@ -151,7 +152,7 @@ def _start(
 def _plan(
     config: BuildConfig,
     tokenizer: TokenizerFacts,
-    paths: Sequence[Path],
+    paths: Sequence[InputFile],
     evaluation: EvaluationTexts | None,
     annotation_reader: AnnotationReader | None,
 ) -> dict[str, Any]:
@@ -169,9 +170,14 @@ def _plan(
     }  # fmt: skip
 
 
-def _file_identities(paths: Iterable[Path]) -> list[list[Any]]:
-    identities = []
+def _file_identities(paths: Iterable[InputFile]) -> list[list[Any]]:
+    identities: list[list[Any]] = []
     for path in paths:
+        if isinstance(
+            path, StoredObject
+        ):  # pinned by the listing; each range that is read is compared with it
+            identities.append([path.label, path.size, path.identity])
+            continue
         try:
             stat = path.stat()
         except OSError as error:
@@ -241,10 +247,7 @@ def _finish(
     records = [ShardRecord.from_tree(directory.record(number)) for number in range(len(job.shards))]
     counts, contaminated = _merge_counts(records)
     counts.enforce(config.on_bad_record, config.max_bad_records, config.text_split)
-    paths = [
-        Path(path)
-        for path in dict.fromkeys(str(file_range.path) for shard in job.shards for file_range in shard)
-    ]
+    paths = list(dict.fromkeys(file_range.path for shard in job.shards for file_range in shard))
     if job.todo:  # otherwise nothing was read now, and `open` has compared the inputs
         directory.open(_plan(config, tokenizer, paths, job.evaluation, job.annotation_reader), restart=False)
     statistics = DocumentStatistics()
@@ -390,10 +393,10 @@ def _contamination_entry(
     }
 
 
-def _refuse_existing(prefixes: Iterable[str], inputs: Iterable[Path], overwrite: bool) -> None:
+def _refuse_existing(prefixes: Iterable[str], inputs: Iterable[InputFile], overwrite: bool) -> None:
     existing = [path for prefix in prefixes for path in existing_files(prefix)]
     for path in existing:
-        if any(path.samefile(source) for source in inputs):
+        if any(isinstance(source, Path) and path.samefile(source) for source in inputs):
             raise DataError(f"output {path} is also an input; choose another --output.")
     if existing and not overwrite:
         raise DataError(f"output {existing[0]} already exists; choose another --output or pass --overwrite.")
@@ -440,12 +443,12 @@ def _commit(
     directory.remove()
 
 
-def _sources(paths: Sequence[Path]) -> dict[str, Any]:
+def _sources(paths: Sequence[InputFile]) -> dict[str, Any]:
     return described_sources([(str(path), stored_bytes(path)) for path in paths])
 
 
 def _manifest(
-    tokenizer: TokenizerFacts, config: BuildConfig, paths: Sequence[Path], counts: RecordCounts
+    tokenizer: TokenizerFacts, config: BuildConfig, paths: Sequence[InputFile], counts: RecordCounts
 ) -> dict[str, Any]:
     """The entries that the writer does not know; no times or worker counts, so equal input gives equal bytes."""
     return {

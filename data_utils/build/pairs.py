@@ -17,7 +17,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +27,7 @@ from data_utils.common.setting_files import read_text, shown
 from data_utils.corpus.documents import ParsedBlock, RecordBlock, RecordCounts, SourceLocation
 from data_utils.corpus.json_records import UnusableRecord, json_type, parse_json_object
 from data_utils.corpus.mentions import KEPT
+from data_utils.corpus.stored_files import InputFile
 from data_utils.dataset.manifest import LABELS
 
 WITHOUT = "without"  # texts in which no pair was found
@@ -134,7 +134,7 @@ def encode_pairs(
     return ids, lengths.sum(axis=1), labels
 
 
-def open_pairs(config: BuildConfig, inputs: Sequence[Path]) -> PairReader | None:
+def open_pairs(config: BuildConfig, inputs: Sequence[InputFile]) -> PairReader | None:
     """Read the names of labels, if a build has pairs. Raises ConfigError for a bad file, or inputs without fields."""
     path = config.labels or config.markers
     if path is None:

@@ -89,6 +89,19 @@ def difference(recorded: Mapping[str, Any], checksums: FileChecksums) -> str | N
     )
 
 
+def first_difference(recorded: Mapping[str, Any], number: int, checksums: FileChecksums) -> int | None:
+    """The first byte that differs in the blocks whose `checksums` are given; None: none does.
+
+    Args: number: of the first of these blocks in the file.
+    """
+    ours = checksums.tree()["crc32"]
+    theirs = recorded["crc32"][number * _DIGITS : number * _DIGITS + len(ours)]
+    for offset, (one, other) in enumerate(zip(_split(theirs), _split(ours), strict=True)):
+        if one != other:
+            return (number + offset) * recorded["block_bytes"]
+    return None
+
+
 def damage_at(position: int) -> str:
     return f"is damaged: the block at byte {position} does not match its checksum"
 

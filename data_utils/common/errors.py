@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from data_utils.common import interrupts
 from data_utils.common.interrupts import INTERRUPTED_STATUS
+from data_utils.common.urls import is_url, without_secrets
 
 _SETTING = re.compile(r"[A-Za-z_]\w*(\.\w+)*=")
 MESSAGE_LENGTH = 4000  # longest message that is printed
@@ -104,12 +105,16 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def expanded_path(text: str, name: str = "path") -> str:
-    """A path that a user gave, with `~` expanded; `name` is the setting's. As `type=` of an argument that stays text.
+    """A path that a user gave, with `~` expanded, or a URL as it is; `name` is the setting's.
+
+    As `type=` of an argument that stays text.
 
     Shells expand neither `key=~/x` nor what stands in quotes or in a file.
 
     Raises: ConfigError for `$`, and for `~` of nobody.
     """
+    if is_url(text):
+        return text
     if "$" in text:
         raise ConfigError(
             f"{name} is {text!r}, but $ is not expanded; write the path out or start it with ~/."
@@ -143,7 +148,7 @@ def run_command(
     except UserError as error:
         user_error, is_printed = error, not quiet or error.only_here
         if is_printed:
-            message = str(error)
+            message = without_secrets(str(error))
             if len(message) > MESSAGE_LENGTH:  # for values that were not shortened before
                 message = f"{message[: MESSAGE_LENGTH // 2]} ... {message[-MESSAGE_LENGTH // 2 :]}"
             print(f"error: {message}", file=sys.stderr, flush=True)

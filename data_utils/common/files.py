@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from data_utils.common.errors import ConfigError, DataError
+from data_utils.common.urls import is_url
 
 PICTURES = (".png", ".svg", ".pdf")  # endings of files that pictures are written to
 
@@ -54,6 +55,10 @@ def require_named(path: Path, option: str, suffixes: tuple[str, ...] = PICTURES)
 
 def require_prefix(output: str) -> None:
     """Raise ConfigError unless `output` can be the beginning of the names of a dataset's files."""
+    if is_url(output):
+        raise ConfigError(
+            f"output {output} is a URL; give a path of this machine, and then: python scripts/dataset.py push PATH URL"
+        )
     if not Path(output).name or output.endswith("/"):
         raise ConfigError(f"output {output!r} is not a file prefix; give a path such as data/corpus.")
     if output.endswith((".bin", ".idx", ".ent", ".json")):

@@ -42,7 +42,7 @@ _TIMEOUT_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class HubName:
-    """A repository of models. `revision`: a branch, tag or commit; None = the newest commit."""
+    """A repository. `revision`: a branch, tag or commit; None = the newest commit."""
 
     repository: str
     revision: str | None = None
@@ -182,6 +182,7 @@ def _hub() -> Any:
     import huggingface_hub
     import huggingface_hub.constants  # the package gives no submodule that nobody has imported
     import huggingface_hub.errors
+    import huggingface_hub.hf_api
     import huggingface_hub.utils
 
     return huggingface_hub
@@ -193,6 +194,33 @@ def _snapshot(name: HubName, patterns: Collection[str], is_local: bool) -> Path:
         name.repository, revision=name.revision, allow_patterns=[*patterns], local_files_only=is_local
     )
     return Path(directory)
+
+
+def dataset_files(name: HubName, folder: str, what: str) -> tuple[str, list[tuple[str, int, str]]]:
+    """The files of a repository of data in a folder and below it, at the commit of its revision.
+
+    Args: what: where the user gave it, for messages.
+    Returns: the commit; of each file its path, bytes, and a checksum of the hub.
+    Raises: DataError.
+    """
+    remedy = f"check the name, or fetch it by `{name.download} --repo-type dataset --local-dir DIR` elsewhere"
+    with _hub_errors(name, what, remedy):
+        api = _hub().HfApi()
+        info = api.dataset_info(name.repository, revision=name.revision, timeout=_TIMEOUT_SECONDS)
+        tree = api.list_repo_tree(
+            name.repository, folder or None, recursive=True, revision=info.sha, repo_type="dataset"
+        )
+        files = [entry for entry in tree if isinstance(entry, _hub().hf_api.RepoFile)]
+        return info.sha, [
+            (file.path, file.size, file.lfs.sha256 if file.lfs else file.blob_id) for file in files
+        ]
+
+
+def dataset_address(repository: str, commit: str, path: str) -> tuple[str, dict[str, str]]:
+    """Where a file of a repository of data is, and the headers to ask for it, which hold the token."""
+    headers = _hub().utils.build_hf_headers()
+    url = _hub().hf_hub_url(repository, path, repo_type="dataset", revision=commit)
+    return url, {name: value for name, value in headers.items() if name.lower() == "authorization"}
 
 
 def push(directory: Path, name: HubName, *, private: bool) -> str:

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 from data_utils.common.errors import DataError
 from data_utils.common.setting_files import one_line, shorten
 from data_utils.corpus.json_records import UnusableRecord
-from data_utils.corpus.stored_files import open_regular, raise_if_out_of_memory, read_errors
+from data_utils.corpus.stored_files import (
+    InputFile,
+    open_input,
+    raise_if_out_of_memory,
+    read_errors,
+    read_in_order,
+    stored_bytes,
+)
 
 if TYPE_CHECKING:
     import pyarrow
@@ -23,7 +30,7 @@ _BLOCK_ROWS = 512
 _FILE_MAGIC = b"ARROW1"  # the other of Arrow's two formats, as written by Feather and Polars
 
 
-def column_texts(path: Path, text_key: str) -> Iterator[tuple[list[bytes | UnusableRecord], int]]:
+def column_texts(path: InputFile, text_key: str) -> Iterator[tuple[list[bytes | UnusableRecord], int]]:
     """Yield (texts of the next rows as bytes, which may not be UTF-8; bytes of the file up to there, about).
 
     Args: text_key: a column, or `a.b` for the field b of the column a.
@@ -35,7 +42,7 @@ def column_texts(path: Path, text_key: str) -> Iterator[tuple[list[bytes | Unusa
     read = _read_parquet if is_parquet else _read_arrow
     null = UnusableRecord("field_not_text", f"column {text_key!r} is null, not text")
     try:
-        open_regular(path).close()  # pyarrow would wait for the other end of a pipe
+        open_input(path).close()  # pyarrow would wait for the other end of a pipe
         for column, position in read(path, text_key):
             for start in range(0, len(column), _BLOCK_ROWS):
                 # as bytes, so that one invalid string does not make the whole block unreadable
@@ -74,11 +81,11 @@ def _is_bytes(data_type: pyarrow.DataType) -> bool:
     return data_type in (pyarrow.binary(), pyarrow.large_binary(), pyarrow.binary_view())
 
 
-def _read_parquet(path: Path, text_key: str) -> Iterator[tuple[pyarrow.Array, int]]:
+def _read_parquet(path: InputFile, text_key: str) -> Iterator[tuple[pyarrow.Array, int]]:
     import pyarrow.parquet
 
-    size, rows_read = path.stat().st_size, 0
-    with pyarrow.parquet.ParquetFile(path) as file:
+    size, rows_read = stored_bytes(path), 0
+    with pyarrow.parquet.ParquetFile(path if isinstance(path, Path) else open_input(path)) as file:
         column, *fields = _column_and_fields(path, file.schema_arrow, text_key)
         for batch in file.iter_batches(batch_size=_BLOCK_ROWS, columns=[text_key]):
             rows_read += len(batch)
@@ -86,11 +93,10 @@ def _read_parquet(path: Path, text_key: str) -> Iterator[tuple[pyarrow.Array, in
             yield _field(batch.column(column), fields), position
 
 
-def _read_arrow(path: Path, text_key: str) -> Iterator[tuple[pyarrow.Array, int]]:
+def _read_arrow(path: InputFile, text_key: str) -> Iterator[tuple[pyarrow.Array, int]]:
     import pyarrow.ipc
 
-    # Mapped: only the pages of this column are read, and the kernel may drop them again.
-    with pyarrow.memory_map(str(path)) as source:
+    with _arrow_source(path) as source:
         is_file = source.read(len(_FILE_MAGIC)) == _FILE_MAGIC
         source.seek(0)
         if is_file:
@@ -103,6 +109,17 @@ def _read_arrow(path: Path, text_key: str) -> Iterator[tuple[pyarrow.Array, int]
         column, *fields = _column_and_fields(path, reader.schema, text_key)
         for batch, position in batches:
             yield _checked(_field(batch.column(column), fields)), position
+
+
+def _arrow_source(path: InputFile) -> pyarrow.NativeFile:
+    import pyarrow
+
+    if isinstance(path, Path):
+        # Mapped: only the pages of this column are read, and the kernel may drop them again.
+        return pyarrow.memory_map(str(path))
+    file = open_input(path)
+    read_in_order(file, 0, stored_bytes(path))
+    return pyarrow.PythonFile(file, "r")
 
 
 def _checked(column: pyarrow.Array) -> pyarrow.Array:
@@ -127,7 +144,7 @@ def _field(column: pyarrow.Array, names: Sequence[str]) -> pyarrow.Array:
     return pyarrow.compute.struct_field(column, list(names)) if names else column
 
 
-def _column_and_fields(path: Path, schema: pyarrow.Schema, text_key: str) -> list[str]:
+def _column_and_fields(path: InputFile, schema: pyarrow.Schema, text_key: str) -> list[str]:
     """The column of the text, and names of fields within it. Raises DataError."""
     import pyarrow
 

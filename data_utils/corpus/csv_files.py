@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
-from pathlib import Path
 
 from data_utils.common.errors import DataError
 from data_utils.common.setting_files import one_line, shorten
 from data_utils.corpus.json_records import UTF8_BOM, UnusableRecord
-from data_utils.corpus.stored_files import refuse_other_content
+from data_utils.corpus.stored_files import InputFile, refuse_other_content
 
 _BLOCK_ROWS = 512
 FIRST_ROW = 2  # the number of the first row with values; the row of names is 1
@@ -21,7 +20,7 @@ _NAMES = {",": "commas", "\t": "tabs"}
 
 
 def column_texts(
-    path: Path, chunks: Iterator[tuple[bytes, int]], delimiter: str, text_key: str, max_bytes: int
+    path: InputFile, chunks: Iterator[tuple[bytes, int]], delimiter: str, text_key: str, max_bytes: int
 ) -> Iterator[tuple[list[bytes | UnusableRecord], int]]:
     """Yield (texts of the next rows as bytes, which may not be UTF-8; bytes of the file up to there).
 
@@ -76,7 +75,7 @@ def column_texts(
         yield texts, position
 
 
-def _decoded(line: bytes | bytearray, path: Path, is_first: bool) -> str:
+def _decoded(line: bytes | bytearray, path: InputFile, is_first: bool) -> str:
     """A line as text, whose bytes come back by the same rule, whatever its encoding is."""
     if is_first:
         refuse_other_content(line, path)
@@ -84,7 +83,7 @@ def _decoded(line: bytes | bytearray, path: Path, is_first: bool) -> str:
     return line.decode("utf-8", "surrogateescape")
 
 
-def _column(path: Path, names: list[str], delimiter: str, text_key: str) -> int:
+def _column(path: InputFile, names: list[str], delimiter: str, text_key: str) -> int:
     if names.count(text_key) == 1:
         return names.index(text_key)
     if text_key in names:

@@ -24,15 +24,18 @@ from pathlib import Path
 from typing import IO
 
 from data_utils.common.errors import ConfigError, DataError
+from data_utils.common.urls import is_url
 from data_utils.corpus import column_files, csv_files
 from data_utils.corpus.inputs import DELIMITERS, expand_inputs, file_ending, file_format
 from data_utils.corpus.json_records import UTF8_BOM, UnusableRecord, not_utf8, parse_json_line
 from data_utils.corpus.stored_files import (
     BEGINNING_BYTES,
+    InputFile,
     compression_suffix,
     decompressed,
-    open_regular,
+    open_input,
     read_errors,
+    read_in_order,
     refuse_other_content,
     stored_bytes,
 )
@@ -64,7 +67,7 @@ class Document:
 class FileRange:
     """The records between two byte positions of a file; stop None: up to its end."""
 
-    path: Path
+    path: InputFile
     start: int = 0
     stop: int | None = None
 
@@ -173,7 +176,7 @@ def read_documents(
 
 
 def read_document_files(
-    paths: Iterable[Path],
+    paths: Iterable[InputFile],
     text_key: str,
     text_split: str,
     on_bad_record: str,
@@ -202,7 +205,7 @@ def check_options(text_split: str, on_bad_record: str, max_bad_records: int) -> 
         raise ConfigError(f"max_bad_records is {max_bad_records}; it must be 0 or more.")
 
 
-def check_text_key(text_key: str, paths: Iterable[Path]) -> None:
+def check_text_key(text_key: str, paths: Iterable[InputFile]) -> None:
     """Raise ConfigError for a named key where no input has fields or columns."""
     if text_key != TEXT_KEY and all(file_format(path, "") == "" for path in paths):
         raise ConfigError(
@@ -214,7 +217,7 @@ def check_text_key(text_key: str, paths: Iterable[Path]) -> None:
 # Files to ranges, ranges to blocks
 
 
-def plan_shards(paths: Iterable[Path], text_split: str, shard_bytes: int) -> list[list[FileRange]]:
+def plan_shards(paths: Iterable[InputFile], text_split: str, shard_bytes: int) -> list[list[FileRange]]:
     """Cut the input into shards, in order: lists of file ranges, of about `shard_bytes` of stored data each.
 
     A shard holds at most one range of each file. Files that cannot be cut go whole into a shard. The plan
@@ -239,7 +242,7 @@ def plan_shards(paths: Iterable[Path], text_split: str, shard_bytes: int) -> lis
     return shards
 
 
-def is_one_document(path: Path, text_split: str) -> bool:
+def is_one_document(path: InputFile, text_split: str) -> bool:
     """Whether all of a text file is one document."""
     return file_format(path, text_split) == "file"
 
@@ -249,7 +252,7 @@ def lines_before(file_range: FileRange, text_split: str) -> int:
     if not file_range.start:
         return 0
     count = 0
-    with read_errors(file_range.path), open_regular(file_range.path) as file:
+    with read_errors(file_range.path), open_input(file_range.path) as file:
         remaining = _record_start(file, file_range.start, file_format(file_range.path, text_split))
         file.seek(0)
         while remaining > 0 and (data := file.read(min(remaining, BLOCK_BYTES))):
@@ -259,7 +262,10 @@ def lines_before(file_range: FileRange, text_split: str) -> int:
 
 
 def with_line_in_file(location: SourceLocation, text_split: str) -> SourceLocation:
-    """The same location with the line counted from the start of the file."""
+    """The same location with the line counted from the start of the file; an object is not read again for that."""
+    if is_url(location.source):
+        after = f" (lines after byte {location.start})" * (location.start > 0)
+        return SourceLocation(f"{location.source}{after}", location.line, location.problem)
     lines = lines_before(FileRange(Path(location.source), location.start), text_split)
     return SourceLocation(location.source, location.line + lines, location.problem)
 
@@ -296,9 +302,10 @@ def _byte_blocks(file_range: FileRange, record_format: str, block_bytes: int) ->
             pending, is_begun, searched = _without_byte_order_mark(pending, path), True, 0
         # A limit, because a file that is no JSONL may be one line of any length.
         if len(pending) > MAX_RECORD_BYTES + block_bytes:
+            problem = f"a record is longer than {MAX_RECORD_BYTES} bytes"
+            place = SourceLocation(str(path), line, problem, file_range.start)
             raise DataError(
-                f"{path}:{line + lines_before(file_range, record_format)}: a record is longer than "
-                f"{MAX_RECORD_BYTES} bytes; split it, or check that every record is on its own line."
+                f"{with_line_in_file(place, record_format)}; split it, or check that every record is on its own line."
             )
         cut = _last_boundary(pending, record_format, searched) if is_begun else 0
         if cut:
@@ -321,7 +328,7 @@ def _byte_blocks(file_range: FileRange, record_format: str, block_bytes: int) ->
         )
 
 
-def _without_byte_order_mark(data: bytearray, path: Path) -> bytearray:
+def _without_byte_order_mark(data: bytearray, path: InputFile) -> bytearray:
     """The beginning of a file without its byte order mark. Raises DataError if it is no text in UTF-8."""
     refuse_other_content(data, path)
     return data.removeprefix(UTF8_BOM)
@@ -358,8 +365,9 @@ def _record_start(file: IO[bytes], position: int, record_format: str) -> int:
 def _chunks(file_range: FileRange, record_format: str, chunk_bytes: int) -> Iterator[tuple[bytes, int]]:
     """Yield (decompressed bytes, stored bytes of the file range so far)."""
     path = file_range.path
-    with read_errors(path), open_regular(path) as file:
+    with read_errors(path), open_input(path) as file:
         if compression := compression_suffix(path):
+            read_in_order(file, 0, stored_bytes(path))
             chunks = decompressed(file, compression, chunk_bytes)
         else:
             # The end is the start of the first record after `stop`, by the same rule that the next range begins
@@ -367,7 +375,7 @@ def _chunks(file_range: FileRange, record_format: str, chunk_bytes: int) -> Iter
             stop = (
                 math.inf if file_range.stop is None else _record_start(file, file_range.stop, record_format)
             )
-            file.seek(_record_start(file, file_range.start, record_format))
+            read_in_order(file, _record_start(file, file_range.start, record_format), stop)
             chunks = _read_until(file, stop, chunk_bytes)
         for chunk in chunks:
             yield chunk, file.tell() - file_range.start
@@ -378,7 +386,7 @@ def _read_until(file: IO[bytes], stop: float, chunk_bytes: int) -> Iterator[byte
         yield chunk
 
 
-def _row_blocks(path: Path, text_key: str) -> Iterator[RecordBlock]:
+def _row_blocks(path: InputFile, text_key: str) -> Iterator[RecordBlock]:
     """The blocks of a table."""
     consumed = 0
     if delimiter := DELIMITERS.get(file_ending(path)):

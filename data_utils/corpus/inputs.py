@@ -1,7 +1,8 @@
 """The files that an input names, and what the ending of a name says about a file.
 
-An input is a path, a glob, or a directory that another program wrote: one of Hugging Face `save_to_disk`, or one of
-part files, as Spark and Dask write (`c.jsonl/part-00000.json`). Nothing that an input names is left out in silence.
+An input is a path, a glob, a directory that another program wrote: one of Hugging Face `save_to_disk`, or one of
+part files, as Spark and Dask write (`c.jsonl/part-00000.json`); or a URL, with a folder or a glob in its place
+(data_utils/storage). Nothing that an input names is left out in silence.
 What cannot be read is refused before any work, all in one message; what is rightly left out (`_SUCCESS`) is said.
 """
 
@@ -15,10 +16,13 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
-from data_utils.common.errors import DataError
+from data_utils.common.errors import DataError, UserError
 from data_utils.common.setting_files import shorten
+from data_utils.common.urls import is_url, without_secrets
 from data_utils.corpus.column_files import is_saved_dataset, saved_dataset_files
-from data_utils.corpus.stored_files import COMPRESSIONS, compression_suffix, why_not_regular
+from data_utils.corpus.stored_files import COMPRESSIONS, InputFile, compression_suffix, why_not_regular
+from data_utils.storage.listing import list_url
+from data_utils.storage.objects import StoredObject
 
 log = logging.getLogger(__name__)
 
@@ -39,13 +43,13 @@ _BOOKKEEPING = ("_", ".")  # how Spark, Hive and Arrow begin the names of files 
 _MOST_PROBLEMS = 30  # in a message
 
 
-def file_ending(path: Path) -> str:
+def file_ending(path: InputFile) -> str:
     """The ending that says what a file holds, in lower case and without that of its compression; "" = none."""
     name = path.name[: len(path.name) - len(compression_suffix(path))]
     return Path(name).suffix.lower()
 
 
-def file_format(path: Path, text_split: str) -> str:
+def file_format(path: InputFile, text_split: str) -> str:
     """How the records of a file lie in it: "jsonl", "rows" of a table, or `text_split` for .txt. Raises DataError."""
     ending = file_ending(path)
     record_format = _FORMATS.get(ending)
@@ -54,7 +58,7 @@ def file_format(path: Path, text_split: str) -> str:
     return text_split if record_format == "text" else record_format
 
 
-def _unknown(path: Path, ending: str) -> str:
+def _unknown(path: InputFile, ending: str) -> str:
     if ending in TABLES:
         return f"is a {ending} file in {compression_suffix(path)}, which does not allow random access; decompress it"
     if any(suffix.lower() in _ARCHIVES for suffix in path.suffixes[-2:]):  # .tar.gz too
@@ -62,8 +66,8 @@ def _unknown(path: Path, ending: str) -> str:
     return f"has an unknown suffix; supported are {_SUPPORTED}"
 
 
-def expand_inputs(patterns: Iterable[str | Path]) -> list[Path]:
-    """The files that paths and globs (`**` too) name: in the given order, sorted within a glob, each once.
+def expand_inputs(patterns: Iterable[str | Path]) -> list[InputFile]:
+    """The files that paths, globs (`**` too) and URLs name: in the given order, sorted within a glob, each once.
 
     A path that exists as it is written is no glob, nor are such first folders of a glob. Logs a warning for files
     that are empty, that are named again, and that are no data by their name.
@@ -81,11 +85,12 @@ class _Inputs:
     """Collects files, and whatever must be said about the others."""
 
     def __init__(self) -> None:
-        self._files: dict[tuple[int, int], Path] = {}  # device and inode: two names may be one file
+        # By device and inode, since two names may be one file; an object by its label.
+        self._files: dict[tuple[int, int] | str, InputFile] = {}
         self._problems: dict[str, None] = {}
         self._said: dict[str, dict[str, None]] = {"empty": {}, "again": {}, "bookkeeping": {}}
 
-    def finish(self) -> list[Path]:
+    def finish(self) -> list[InputFile]:
         self._raise_problems()
         if not self._files and not self._said["bookkeeping"]:
             raise DataError("no input is given; give at least one file or pattern.")
@@ -112,7 +117,10 @@ class _Inputs:
             )
 
     def add_named(self, pattern: str) -> None:
-        """What a user wrote: a path, or else a glob."""
+        """What a user wrote: a URL, a path, or else a glob."""
+        if is_url(pattern):
+            self._add_url(pattern)
+            return
         try:
             os.lstat(pattern)
         except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -166,21 +174,65 @@ class _Inputs:
             self._add_file(path, state)
 
     def _add_file(self, path: Path, state: os.stat_result) -> None:
+        if not self._has_known_format(path, state.st_size):
+            return
+        first = self._files.setdefault((state.st_dev, state.st_ino), path)
+        if first is not path:
+            self._said["again"][str(path) if path == first else f"{path} (is {first})"] = None
+
+    def _has_known_format(self, path: InputFile, size: int) -> bool:
+        """Whether a file can be read by its name and size; says or refuses what is to be said of them."""
         try:
             file_format(path, "")
         except DataError as error:
             self._refuse_for(error)
-            return
-        if not state.st_size:
+            return False
+        if not size:
             kind = {".parquet": "parquet", ".arrow": "Arrow"}.get(file_ending(path))
             if kind or compression_suffix(path):
                 what = f"not a readable {kind} file" if kind else "the compressed data is truncated"
                 self._refuse(f"{path}: {what} (it is empty); download it again")
-                return
+                return False
             self._said["empty"][str(path)] = None
-        first = self._files.setdefault((state.st_dev, state.st_ino), path)
-        if first is not path:
-            self._said["again"][str(path) if path == first else f"{path} (is {first})"] = None
+        return True
+
+    def _add_url(self, url: str) -> None:
+        """The objects of a URL."""
+        try:
+            listing = list_url(url)
+        except UserError as error:
+            self._refuse_for(error)
+            return
+        for folder in listing.folders:
+            self._refuse(
+                f"{folder} is a folder, which the glob does not enter; end the glob with ** or give {folder}/"
+            )
+        is_named = len(listing.objects) == 1 and listing.objects[0].label == without_secrets(url)
+        for stored in listing.objects:
+            if stored.name in ("state.json", "dataset_dict.json") and not is_named:
+                self._refuse(
+                    f"{stored.label.rpartition('/')[0]} is a directory that Hugging Face `save_to_disk` wrote; give "
+                    "its Arrow files: data-*.arrow"
+                )
+            elif not is_named and stored.name.startswith(_BOOKKEEPING):
+                self._said["bookkeeping"][stored.label] = None
+            else:
+                self._add_object(stored)
+
+    def _add_object(self, stored: StoredObject) -> None:
+        if not self._has_known_format(stored, stored.size):
+            return
+        first = self._files.setdefault(stored.label, stored)
+        if first is stored:
+            return
+        assert isinstance(first, StoredObject)
+        if (first.size, first.identity) == (stored.size, stored.identity):
+            self._said["again"][stored.label] = None
+        else:
+            self._refuse(
+                f"{stored.label} is the name of two files, which differ by what follows the ? of their URLs; that is "
+                "written nowhere, so build a dataset of each and list both in data.train, or download them"
+            )
 
     def _add_directory(self, path: Path, is_match: bool) -> None:
         try:
@@ -220,7 +272,7 @@ class _Inputs:
     def _refuse(self, problem: str) -> None:
         self._problems[problem] = None
 
-    def _refuse_for(self, error: DataError) -> None:
+    def _refuse_for(self, error: UserError) -> None:
         self._refuse(str(error).removeprefix("input ").removesuffix("."))
 
 
@@ -241,8 +293,6 @@ def _on_the_way(pattern: str) -> tuple[str, list[str]]:
 
 def _other_input(pattern: str) -> str:
     """The remedy for an input that is not there."""
-    if "://" in pattern:
-        return "URLs are not read; download it first, for example with curl -LO, aws s3 cp or hf download"
     if re.search(r"\{[^}]*,[^}]*\}", pattern):
         return "only the shell expands {a,b}; remove the quotes around it"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", pattern) and not Path(pattern).suffix:  # as names of the hub are

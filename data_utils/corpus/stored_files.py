@@ -12,11 +12,14 @@ import stat
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeAlias, cast
 
 import zstandard
 
 from data_utils.common.errors import DataError
+from data_utils.storage.objects import RangeReader, StoredObject
+
+InputFile: TypeAlias = Path | StoredObject  # a file that is read: of this machine, or of a store
 
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
 _READ_BYTES = 16 << 10  # of compressed data; small, because one read may expand ten-thousandfold
@@ -40,7 +43,7 @@ _BEGINNINGS = {
 BEGINNING_BYTES = max(map(len, _BEGINNINGS))
 
 
-def compression_suffix(path: Path) -> str:
+def compression_suffix(path: InputFile) -> str:
     """The part of a name's end that tells how a file is compressed, such as .gz or .GZ; "" = it is not."""
     return path.suffix if path.suffix.lower() in COMPRESSIONS else ""
 
@@ -60,13 +63,28 @@ def open_regular(path: str | Path) -> IO[bytes]:
     return open(descriptor, "rb")
 
 
-def stored_bytes(path: Path) -> int:
+def open_input(path: InputFile) -> IO[bytes]:
+    """Open an input to read, as `open_regular` does; the bytes of a stored object come by ranges."""
+    return cast(IO[bytes], RangeReader(path)) if isinstance(path, StoredObject) else open_regular(path)
+
+
+def read_in_order(file: IO[bytes], start: int, stop: float) -> None:
+    """Go to `start` of an input, of which the bytes up to `stop` will be read in order."""
+    if isinstance(file, RangeReader):
+        file.expect(start, int(min(stop, file.stored.size)))
+    else:
+        file.seek(start)
+
+
+def stored_bytes(path: InputFile) -> int:
     """The size of a file. Raises DataError if it has gone."""
+    if isinstance(path, StoredObject):
+        return path.size
     with read_errors(path):
         return path.stat().st_size
 
 
-def refuse_other_content(data: bytes | bytearray, path: Path) -> None:
+def refuse_other_content(data: bytes | bytearray, path: InputFile) -> None:
     """Raise DataError for text whose first bytes show that it is none, or has another encoding."""
     for beginning, what in _BEGINNINGS.items():
         if data.startswith(beginning):
@@ -74,7 +92,7 @@ def refuse_other_content(data: bytes | bytearray, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def read_errors(path: Path) -> Iterator[None]:
+def read_errors(path: InputFile) -> Iterator[None]:
     """Turn errors of reading and decompressing `path` into a DataError, or a MemoryError."""
     try:
         yield
@@ -97,7 +115,7 @@ def read_errors(path: Path) -> Iterator[None]:
         ) from None
 
 
-def _damaged(path: Path, error: Exception) -> DataError:
+def _damaged(path: InputFile, error: Exception) -> DataError:
     remedy = f"download the file again, or drop {path.suffix} from its name if it is not compressed"
     return DataError(f"{path}: damaged compressed data ({error}); {remedy}.")
 

@@ -43,6 +43,7 @@ from data_utils.dataset.manifest import (
     existing_files,
     read_manifest,
     require_finished,
+    require_local,
     tokenizer_name,
 )
 from data_utils.dataset.unmapped import FileTokens
@@ -61,6 +62,7 @@ _OPEN_CHECKS = 64  # neighbouring pointers compared at every open
 
 def file_sizes(prefix: str | Path, suffixes: Sequence[str] = (".bin", ".idx")) -> dict[str, int]:
     """Bytes of the .bin and the .idx file, or others. Raises DataError if one is missing."""
+    require_local(prefix)
     sizes = {}
     for suffix in suffixes:
         path = dataset_path(prefix, suffix)
@@ -141,6 +143,7 @@ class IndexedDataset:
     def __init__(
         self, prefix: str | Path, sequential: bool = False, manifest: Mapping[str, Any] | None = None
     ) -> None:
+        require_local(prefix)
         self.prefix = Path(prefix)
         # Windows are read in a random order, for which the kernel's read-ahead would load pages that nobody
         # asks for.

@@ -1,8 +1,9 @@
-"""Copies of datasets on node-local storage, for shared file systems that are slow at random reads.
+"""Copies of datasets on node-local storage: of shared file systems that are slow at random reads, and of stores.
 
 All ranks of a node may call `local_copy` at once: one copies under a lock, and the others wait. The name of the copy
 contains the checksum of the manifest, so a dataset that was built again is copied again and never mixed with an old
-copy. Old copies are not removed. The manifest is written last, as in a build.
+copy. Old copies are not removed. The manifest is written last, as in a build. A copy from a store that was stopped goes
+on with what is there (transfer.py).
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from data_utils.common.checksums import FileChecksums, difference
 from data_utils.common.errors import DataError
 from data_utils.common.files import disk_errors, new_file, open_locked, write_atomically
 from data_utils.common.progress import progress_bar
+from data_utils.common.urls import is_url
 from data_utils.dataset.indexed_dataset import IndexedDataset
-from data_utils.dataset.manifest import POSSIBLE_SUFFIXES, dataset_path, manifest_bytes
+from data_utils.dataset.manifest import POSSIBLE_SUFFIXES, dataset_path, manifest_bytes, read_manifest
+from data_utils.dataset.transfer import begun_bytes, fetch_file
 
 _CHUNK = 8 << 20
 
@@ -30,17 +33,18 @@ def local_copy(prefix: str | Path, directory: str | Path) -> Path:
     The copied bytes are checked against the checksums of the manifest.
     Raises: DataError for a dataset that cannot be opened, too little space, or a damaged copy.
     """
-    source, directory = IndexedDataset(prefix), Path(directory)
+    manifest = read_manifest(prefix) if is_url(prefix) else IndexedDataset(prefix).manifest
+    directory = Path(directory)
     # The name has the content's checksum, so that a rebuilt dataset gets a copy of its own.
-    target = directory / f"{source.prefix.name}-{source.manifest['checksum'][:16]}"
+    target = directory / f"{Path(prefix).name}-{manifest['checksum'][:16]}"
     with disk_errors(target, "data.local_directory"):
         directory.mkdir(parents=True, exist_ok=True)
         # The ranks of a node: one copies, the others wait and find it.
         with open(open_locked(Path(f"{target}.lock"), wait=True), "w"):
             _refuse_links(target)
             if not dataset_path(target, ".json").exists():
-                _copy_all(prefix, target, source.manifest)
-    if IndexedDataset(target).manifest["checksum"] != source.manifest["checksum"]:
+                _copy_all(prefix, target, manifest)
+    if IndexedDataset(target).manifest["checksum"] != manifest["checksum"]:
         raise DataError(
             f"{target} has the name of a copy of {prefix} but different content; remove it or choose another "
             "data.local_directory."
@@ -59,16 +63,21 @@ def _refuse_links(target: Path) -> None:
 
 
 def _copy_all(prefix: str | Path, target: Path, manifest: Mapping[str, Any]) -> None:
-    needed = sum(entry["bytes"] for entry in manifest["files"].values())
+    files = manifest["files"].items()
+    total = sum(entry["bytes"] for _, entry in files)
+    needed = total - sum(begun_bytes(dataset_path(target, suffix)) for suffix, _ in files)
     free = shutil.disk_usage(target.parent).free
     if needed > free:
         raise DataError(
             f"a copy of dataset {prefix} needs {needed:,} bytes, but {target.parent} has {free:,} free; free some "
             "space or set data.local_directory to null."
         )
-    with progress_bar(total=needed, unit="B", unit_scale=True, desc=f"copy {prefix}") as bar:
-        for suffix, recorded in manifest["files"].items():
-            _copy(dataset_path(prefix, suffix), dataset_path(target, suffix), recorded, bar)
+    with progress_bar(total=total, unit="B", unit_scale=True, desc=f"copy {prefix}") as bar:
+        for suffix, recorded in files:
+            if is_url(prefix):
+                fetch_file(f"{prefix}{suffix}", dataset_path(target, suffix), recorded, bar)
+            else:
+                _copy(dataset_path(prefix, suffix), dataset_path(target, suffix), recorded, bar)
     # Last: without a manifest a copy that was interrupted does not open, and is made again.
     write_atomically(dataset_path(target, ".json"), manifest_bytes(manifest))
 

@@ -17,10 +17,12 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from data_utils.common.checksums import check_entry
-from data_utils.common.errors import DataError
+from data_utils.common.errors import ConfigError, DataError
 from data_utils.common.setting_files import shorten, shown
 from data_utils.common.untrusted import conform, parse_json, read_bounded
+from data_utils.common.urls import is_url, without_secrets
 from data_utils.dataset.sources import Source, SourceGroup
+from data_utils.storage.listing import stored_content
 
 SUFFIXES = (".bin", ".idx", ".json")
 ENTITIES = ".ent"
@@ -93,8 +95,7 @@ def is_left_by_a_stopped_writer(prefix: str | Path) -> bool:
 
 
 def damaged(prefix: str | Path, suffix: str, problem: str) -> DataError:
-    path = dataset_path(prefix, suffix)
-    return DataError(f"dataset {prefix}: {path} {problem}; rebuild the dataset or copy it again.")
+    return DataError(f"dataset {prefix}: {prefix}{suffix} {problem}; rebuild the dataset or copy it again.")
 
 
 def manifest_bytes(facts: Mapping[str, Any]) -> bytes:
@@ -177,13 +178,12 @@ def tokenizer_name(tokenizer: Mapping[str, Any]) -> str:
 
 
 def _parse(prefix: str | Path) -> dict[str, Any]:
-    path = dataset_path(prefix, ".json")
     try:
-        tree = parse_json(read_bounded(path, _MAX_BYTES))
+        tree = parse_json(_content(prefix))
     except FileNotFoundError:
         require_finished(prefix)
         raise DataError(
-            f"dataset {prefix} has no manifest ({path}), which is required; copy the manifest or rebuild the "
+            f"dataset {prefix} has no manifest ({prefix}.json), which is required; copy the manifest or rebuild the "
             f"dataset. To write one for files of another program: python scripts/dataset.py adopt {prefix}"
         ) from None
     except ValueError as error:
@@ -191,6 +191,38 @@ def _parse(prefix: str | Path) -> dict[str, Any]:
     if not isinstance(tree, dict) or tree.get("format") != _FORMAT:
         raise damaged(prefix, ".json", "is not a dataset manifest")
     return tree
+
+
+def _content(prefix: str | Path) -> bytes:
+    """The bytes of PREFIX.json, which may be in a store. Raises: FileNotFoundError, ValueError, DataError."""
+    if not is_url(prefix):
+        return read_bounded(dataset_path(prefix, ".json"), _MAX_BYTES)
+    require_public(prefix)
+    content = stored_content(f"{prefix}.json", _MAX_BYTES)
+    if content is None:
+        raise DataError(
+            f"dataset {prefix}: the store has no {prefix}.json, which is required; check the prefix, or push the "
+            f"dataset: python scripts/dataset.py push PREFIX {prefix}"
+        )
+    return content
+
+
+def require_public(prefix: object) -> None:
+    """Raise ConfigError for the URL of a dataset with a secret in it: prefixes stand in files and messages."""
+    if without_secrets(str(prefix)) != str(prefix):
+        raise ConfigError(
+            f"dataset {without_secrets(str(prefix))} is given with a password or a query, which would be written into "
+            "files of the run; give credentials by variables of the environment."
+        )
+
+
+def require_local(prefix: object) -> None:
+    """Raise DataError for a dataset in a store where its files are mapped."""
+    if is_url(prefix):
+        raise DataError(
+            f"dataset {prefix} is in a store, but is read here as files; for training set data.local_directory, and "
+            "else download its .bin, .idx and .json."
+        )
 
 
 def _is_old(tree: Mapping[str, Any]) -> bool:

@@ -8,13 +8,15 @@ from pathlib import PurePath
 from typing import NamedTuple
 
 from data_utils.common.settings import REQUIRED, check, checked, fraction, setting
+from data_utils.common.urls import is_url
+from data_utils.dataset.manifest import require_public
 from data_utils.objectives import ObjectiveChoice
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("data.train")
 class CorpusConfig:
-    prefix: str = setting(REQUIRED, "Dataset path without .bin/.idx/.json.", is_path=True)
+    prefix: str = setting(REQUIRED, "Dataset path or URL (s3://...) without .bin/.idx/.json.", is_path=True)
     weight: float = setting(
         1.0,
         "sampling weight, relative to the other corpora; 0 = not used (until a later phase)",
@@ -58,7 +60,8 @@ class DataConfig:
     )
     local_directory: str | None = setting(
         None,
-        "node-local directory to which corpora are copied before training; null = no copy",
+        "node-local directory to which corpora are copied before training; required for those in a store (s3://...), "
+        "null = no copy",
         is_path=True,
     )
     row_length: int | None = setting(
@@ -73,6 +76,19 @@ class DataConfig:
             f"data.region ({self.region}) is below data.sequence_length ({self.sequence_length}); set it to at "
             "least that, or to 0.",
         )
+        self._check_stored()
+
+    def _check_stored(self) -> None:
+        """Raise ConfigError for a dataset in a store that cannot be copied from there."""
+        corpora = [*self.train, *self.validation]
+        prefixes = [prefix for corpus in corpora for prefix in (corpus.prefix, corpus.decoder_prefix)]
+        for prefix in filter(is_url, prefixes):
+            require_public(prefix)
+            check(
+                self.local_directory is not None,
+                f"the dataset {prefix} is in a store, but data.local_directory is null; set it to a directory of each "
+                "node to which the dataset is copied.",
+            )
 
     def require_train(self) -> None:
         """Raise ConfigError without a training corpus, which a configuration need not have before it is trained."""

@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # From the ground up: a room may import itself and those before it.
 ROOMS = (
     "data_utils.common",
+    "data_utils.storage",
     "data_utils.tokenizers",
     "data_utils.corpus",
     "data_utils.objectives",

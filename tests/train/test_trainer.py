@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.distributed import run_ranks
 from support.project import small_run
+from support.stores import serving
 from support.training import fit, make_trainer, records
 from support.whole_weights import load_weights, placed_weights
 
@@ -62,12 +63,18 @@ def test_each_loss_is_a_mean_of_its_own_in_any_layout(settings, tmp_path):
 
 
 def test_corpora_are_read_from_a_local_copy(settings, tmp_path):
-    """The samples are the same; the copies are there before the first step, made once by two ranks."""
+    """The samples are the same, from a store too; the copies are there before the first step, made once by two ranks."""
     here = merge(settings, {"training": {"steps": 3}})
     there = merge(here, {"data": {"local_directory": str(tmp_path / "scratch")}})
     there = merge(there, {"run": {"directory": str(tmp_path / "local")}})
-    for tree in (here, there):
-        run_ranks(fit, 2, tree)
+    [corpus] = here["data"]["train"]
+    files = {
+        f"/{suffix}": Path(f"{corpus['prefix']}.{suffix}").read_bytes() for suffix in ("bin", "idx", "json")
+    }
+    with serving({f"/corpus.{path[1:]}": content for path, content in files.items()}) as server:
+        stored = merge(there, {"data": {"train": [{**corpus, "prefix": f"{server.url}/corpus"}]}})
+        for tree in (here, stored):
+            run_ranks(fit, 2, tree)
     assert records(tmp_path / "run") == records(tmp_path / "local")
     assert len(list((tmp_path / "scratch").glob("*.bin"))) == 2
 

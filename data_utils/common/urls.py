@@ -1,0 +1,34 @@
+"""URLs of stored files, and what of them nobody may read in a file or a message."""
+
+from __future__ import annotations
+
+import re
+
+# A scheme has two letters or more, so that no drive letter is one.
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_IN_TEXT = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+://)([^\s'\"]*)")
+_OBJECT_STORES = ("s3", "gs", "gcs", "az", "abfs", "abfss", "hf")
+
+
+def is_url(text: object) -> bool:
+    """Whether a file's name is a URL: no path of this machine is taken for one."""
+    return _URL.match(str(text)) is not None
+
+
+def without_secrets(text: str) -> str:
+    """A text whose URLs have neither `user:password@` nor a query nor a fragment, which may be signatures."""
+    return _IN_TEXT.sub(_public, text)
+
+
+def _public(match: re.Match[str]) -> str:
+    scheme, rest = match[1], match[2]
+    # Object stores have ? in globs and # in names; what looks like a query is none of theirs.
+    end = r"\?[^/]*=" if scheme[:-3].lower() in _OBJECT_STORES else r"[?#]"
+    if cut := re.search(end, rest):
+        # The punctuation of a sentence that follows is no secret, but nobody can tell it from one.
+        rest = rest[: cut.start()]
+    host, slash, path = rest.partition("/")
+    # A user without a password is part of a name: abfs://container@account, hf://datasets/org/name@revision.
+    if ":" in host.rpartition("@")[0] or (end == r"[?#]" and "@" in host):
+        host = host.rpartition("@")[2]
+    return scheme + host + slash + path

@@ -1,0 +1,153 @@
+"""S3's protocol through pyarrow: a moto server on the loopback, and answers that a relay cuts or replaces."""
+
+import gzip
+
+import pytest
+from support.stored_corpora import NAMES, build, corpus_files, lines, write_files
+from support.stores import relaying
+
+from data_utils.common.errors import ConfigError, DataError, UserError
+from data_utils.corpus.inputs import expand_inputs
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_build_from_a_bucket_has_the_bytes_of_local_files(tmp_path, bucket, workers):
+    files = corpus_files()
+    expected = build(write_files(tmp_path / "raw", files), tmp_path / "local")
+    bucket.put_all(files, "raw")
+    assert build(["s3://corpora/raw/*"], tmp_path / "remote", workers=workers) == expected
+    written = b"".join(path.read_bytes() for path in tmp_path.glob("remote*"))
+    assert b"CANARY" not in written and b"s3://corpora/raw/a.jsonl" in written
+
+
+def test_cut_answers_and_no_request_above_the_range(tmp_path, bucket, moto_port, monkeypatch):
+    monkeypatch.setattr("data_utils.storage.objects.RANGE_BYTES", 70_000)
+    monkeypatch.setattr("data_utils.storage.buckets._SDK_ATTEMPTS", 1)
+    files = corpus_files(100)
+    expected = build(write_files(tmp_path / "raw", files), tmp_path / "local")
+    urls = bucket.put_all(files, "raw")
+    with relaying(moto_port, cuts=0.3) as relay:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", relay.url)
+        assert build(urls, tmp_path / "remote") == expected
+    asked = [asked for method, path, asked in relay.seen if method == "GET" and "list-type" not in path]
+    assert len(asked) > len(NAMES)
+    for text in asked:
+        first, last = map(int, text.removeprefix("bytes=").split("-"))
+        assert last - first < 70_000
+
+
+def names(*patterns):
+    return [str(path).removeprefix("s3://corpora/") for path in expand_inputs(patterns)]
+
+
+def test_names_folders_and_globs(bucket, caplog):
+    for key in (
+        "a/1.jsonl",
+        "a/2.jsonl",
+        "a/b/3.jsonl",
+        "a/[x].jsonl",
+        "c/_SUCCESS",
+        "c/part.jsonl",
+        "c/.x.crc",
+    ):
+        bucket.put(key, b"{}\n")
+    assert names("s3://corpora/a/2.jsonl", "s3://corpora/a/1.jsonl") == ["a/2.jsonl", "a/1.jsonl"]
+    assert names("s3://corpora/a/") == names("s3://corpora/a") == names("s3://corpora/a/**")
+    assert names("s3://corpora/a") == ["a/1.jsonl", "a/2.jsonl", "a/[x].jsonl", "a/b/3.jsonl"]
+    assert names("s3://corpora/a/[12].jsonl") == ["a/1.jsonl", "a/2.jsonl"]
+    assert names("s3://corpora/a/[x].jsonl") == ["a/[x].jsonl"]
+    assert names("s3://corpora/**/3.jsonl") == names("s3://corpora/**3.jsonl") == ["a/b/3.jsonl"]
+    assert names("s3://corpora/c") == ["c/part.jsonl"]
+    assert "2 inputs are skipped" in caplog.text
+    with pytest.raises(DataError, match=r"s3://corpora/a/b is a folder"):
+        names("s3://corpora/a/*")
+    for nothing in ("s3://corpora/d", "s3://corpora/a/*.gz", "s3://corpora/a/1"):
+        with pytest.raises(DataError, match=f"input {nothing.replace('*', '.')} names no object"):
+            names(nothing)
+    bucket.put("d/data.bin", b"")
+    bucket.put("e/data-0.arrow", b"x")
+    bucket.put("e/state.json", b"{}")
+    with pytest.raises(
+        DataError, match=r"(?s)3 inputs .*d/data.bin has an unknown suffix.*e is a directory .*arrow"
+    ):
+        names("s3://corpora/d", "s3://corpora/e", "s3://corpora/none*")
+
+
+def test_a_replaced_object_is_refused(tmp_path, bucket):
+    bucket.put("a.jsonl", lines("a", 100))
+    [listed] = expand_inputs(["s3://corpora/a.jsonl"])
+    assert listed.read(0, 10) == lines("a", 100)[:10]
+    bucket.put("a.jsonl", lines("b", 101))
+    with pytest.raises(DataError, match=r"s3://corpora/a.jsonl is not what it was"):
+        listed.read(0, 10)
+    bucket.system.delete_file("corpora/a.jsonl")
+    with pytest.raises(DataError, match=r"s3://corpora/a.jsonl.* (no such object|not what it was)"):
+        listed.read(10, 20)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ((403, "AccessDenied"), "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"),
+        ((403, "InvalidAccessKeyId"), "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"),
+        ((401, "ExpiredToken"), "AWS_SESSION_TOKEN"),
+        ((301, "PermanentRedirect"), "set AWS_REGION to eu-west-1"),
+        ((400, "AuthorizationHeaderMalformed"), "set AWS_REGION to eu-west-1"),
+        ((404, "NoSuchBucket"), "there is no bucket corpora"),
+    ],
+)
+@pytest.mark.parametrize("url", ["s3://corpora/a.jsonl", "s3://corpora/a/*.jsonl"])
+def test_refusals_are_one_line_that_names_what_to_set(monkeypatch, answer, words, url):
+    with relaying(0, answer=answer) as relay:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", relay.url)
+        with pytest.raises(DataError) as error:
+            expand_inputs([url])
+    assert words in str(error.value) and url in str(error.value)
+    assert not {"WORDS", "CANARY"} & set(str(error.value).replace("-", " ").split())
+    assert len(relay.seen) <= 3
+
+
+def test_a_bucket_that_is_gone_amid_the_work(monkeypatch, bucket):
+    bucket.put("a.jsonl", lines("a", 10))
+    [listed] = expand_inputs(["s3://corpora/a.jsonl"])
+    with relaying(0, answer=(403, "AccessDenied")) as relay:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", relay.url)
+        with pytest.raises(DataError, match="AWS_SECRET_ACCESS_KEY"):
+            listed.read(0, 10)
+
+
+def test_busy_stores_end_after_ten_attempts(monkeypatch):
+    monkeypatch.setattr("data_utils.storage.buckets._SDK_ATTEMPTS", 1)
+    with relaying(0, answer=(503, "SlowDown")) as relay:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", relay.url)
+        with pytest.raises(DataError, match=r"10 attempts in a row brought nothing \(.*503"):
+            expand_inputs(["s3://corpora/a.jsonl"])
+    assert len(relay.seen) == 10
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://key:CANARY@corpora/a.jsonl",
+        "s3://corpora/a.jsonl?secret_key=CANARY",
+        "s3://localhost:9000/corpora/a.jsonl",
+        "s3:///a.jsonl",
+        "s3://corp*/a.jsonl",
+        "gs://key:CANARY@corpora/a.jsonl",
+        "az://corpora/a.jsonl",
+        "ftp://user:CANARY@host/a.jsonl",
+    ],
+)
+def test_urls_of_another_form_are_one_line_without_what_is_secret(url, monkeypatch):
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    with pytest.raises(UserError) as error:
+        expand_inputs([url])
+    assert "CANARY" not in str(error.value) and "\n" not in str(error.value)
+
+
+def test_compressed_input_with_an_option_that_needs_json_lines(tmp_path, bucket):
+    """Options that read fields take objects as they take files."""
+    bucket.put("a.jsonl.gz", gzip.compress(b'{"text": "Anna sees Rome", "spans": [[0, 4, "x"]]}\n'))
+    bucket.put("b.csv", b"text\nx\n")
+    with pytest.raises(ConfigError, match=r"--spans-key needs JSON lines, but s3://corpora/b.csv"):
+        build(["s3://corpora/b.csv"], tmp_path / "d", spans_key="spans", text_split="file")

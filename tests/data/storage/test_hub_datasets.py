@@ -1,0 +1,79 @@
+"""Datasets of the hub: its routes on the loopback, at HF_ENDPOINT."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from support.project import ROOT
+from support.stored_corpora import build, corpus_files, write_files
+from support.stores import COMMIT, serving
+
+PROGRAM = """
+import sys; sys.path[:0] = sys.argv[1:3]
+from pathlib import Path
+from data_utils.common.errors import run_command
+from data_utils.storage import objects
+objects.PATIENCE = objects.Patience(first_wait=0.001)
+from support.stored_corpora import build
+if __name__ == '__main__':
+    run_command(lambda: build(sys.argv[5:], Path(sys.argv[3]), workers=int(sys.argv[4])) and None)
+"""
+
+
+def run(server, tmp_path, *urls, workers=0, token="hf_CANARY"):
+    """In another process: the library reads its variables when it is imported."""
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    paths = [str(script), str(ROOT), str(ROOT / "tests"), str(tmp_path / "remote"), str(workers)]
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": server.url,
+        "HF_TOKEN": token,
+        "HF_HOME": str(tmp_path / "home"),
+    }
+    return subprocess.run(
+        [sys.executable, *paths, *urls], env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.fixture
+def hub():
+    files = corpus_files()
+    with serving({f"/org/texts/data/{name}": content for name, content in files.items()}) as server:
+        server.files["/org/texts/README.md"] = b"# Texts"
+        server.hub["org/texts"] = COMMIT
+        yield server, files
+
+
+@pytest.mark.parametrize(("workers", "cuts"), [(0, 0.6), (2, 0.0)])
+def test_a_build_from_the_hub_has_the_bytes_of_local_files(tmp_path, hub, workers, cuts):
+    server, files = hub
+    expected = build(write_files(tmp_path / "raw", files), tmp_path / "local")
+    server.cuts = cuts
+    server.needed = "Bearer hf_CANARY"
+    done = run(server, tmp_path, "hf://datasets/org/texts/data/*", workers=workers)
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"remote{suffix}").read_bytes() for suffix in (".bin", ".idx")] == expected
+    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert b"CANARY" not in written and "CANARY" not in done.stderr + done.stdout
+    assert f"hf://datasets/org/texts@{COMMIT}/data/a.jsonl".encode() in written
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("hf://datasets/org/texts", "README.md has an unknown suffix"),
+        ("hf://datasets/org/none/**", "none of this name"),
+        ("hf://datasets/org/texts@other/**", "has no revision other"),
+        ("hf://datasets/org/texts/data/*.jsonl.xz", "names no object"),
+        ("hf://org/texts/data/*", "is no dataset of the hub"),
+        ("hf://datasets/org/texts/data/a.jsonl", "set HF_TOKEN"),
+    ],
+)
+def test_what_the_hub_refuses_is_one_line(tmp_path, hub, url, words):
+    server, _ = hub
+    server.needed = "Bearer another"
+    done = run(server, tmp_path, url)
+    assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert "CANARY" not in done.stderr
