@@ -48,8 +48,8 @@ def dry_run(config: Config, processes: int, gpu_name: str) -> None:
         config.training.seed,
         samples,
         phase_plan.largest_batch,
-        phase_plan.samples,
         config.objective_choices,
+        phase_plan.samples,
     )
     phases: list[Phase] = []
     for phase, line in zip(phase_plan.alone(), phase_plan.lines() or [""], strict=True):

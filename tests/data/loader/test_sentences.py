@@ -187,8 +187,8 @@ def test_tokens_read_are_those_of_the_sentences_and_long_documents_are_warned_of
     )
     sentences = 4
     assert index.num_tokens == read + sentences  # their ends
-    whole, *warnings = extent([Mixture([(index, 1.0)], seed=7)], 10 * index.num_windows, 1)
-    assert whole.startswith(f"training reads {10 * index.num_tokens} tokens: ")
+    whole, _, *warnings = extent([Mixture([(index, 1.0)], seed=7)], 10 * index.num_windows, 1)
+    assert whole.startswith(f"training reads {10 * index.num_tokens} tokens ")
     assert warnings[0].startswith(f"warning: 3 of 8 documents of {tmp_path / 'd'} are longer")
     assert "scripts/split_sentences.py" in warnings[0]
 
