@@ -17,8 +17,8 @@ class CorpusConfig:
     prefix: str = setting(REQUIRED, "Dataset path without .bin/.idx/.json.", is_path=True)
     weight: float | None = setting(
         None,
-        "sampling weight in samples, relative to the other corpora; 0 = not used (until a later phase); null = 1, or as "
-        "tokens says",
+        "sampling weight in samples, relative to the other corpora; 0 = not used (until a later phase); null = 1 "
+        "where tokens is null",
         at_least=0,
     )
     tokens: float | None = setting(
@@ -65,7 +65,9 @@ class CorpusConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("data")
 class DataConfig:
-    train: tuple[CorpusConfig, ...] = setting((), "list of {prefix, weight, tokens, max_epochs, name, objective, decoder_prefix}")
+    train: tuple[CorpusConfig, ...] = setting(
+        (), "list of {prefix, weight, tokens, max_epochs, name, objective, decoder_prefix}"
+    )
     validation: tuple[CorpusConfig, ...] = setting((), "as data.train; empty = no evaluation")
     sequence_length: int = setting(
         512, "source tokens per sample, before the objective changes them", at_least=16
@@ -96,7 +98,10 @@ class DataConfig:
             f"data.region ({self.region}) is below data.sequence_length ({self.sequence_length}); set it to at "
             "least that, or to 0.",
         )
-        conflicts = [*_conflicts_of_shares("train", self.train), *_conflicts_of_shares("validation", self.validation)]
+        conflicts = [
+            *_conflicts_of_shares("train", self.train),
+            *_conflicts_of_shares("validation", self.validation),
+        ]
         conflicts += [
             f"data.validation[{number}].max_epochs is {corpus.max_epochs:g}, but only training has epochs; remove it."
             for number, corpus in enumerate(self.validation)
@@ -144,8 +149,8 @@ def _conflicts_of_shares(name: str, corpora: Sequence[CorpusConfig]) -> Iterator
         tokens, weights = (", ".join(dict.fromkeys(entries)) for entries in by_unit.values())
         yield (
             f"{tokens} set{'s' * (len(by_unit['tokens']) == 1)} tokens and {weights} weight (1 where nothing is set), "
-            "but shares are of the tokens or of the samples; set tokens in all of the list and weight in none, or weight "
-            "alone."
+            "but shares are of the tokens or of the samples; set tokens in all of the list and weight in none, or "
+            "weight alone."
         )
 
 
@@ -155,5 +160,7 @@ class PhaseSamples(NamedTuple):
     first_sample: int
     data: DataConfig  # with the phase's weights
     objectives: Sequence[ObjectiveChoice]
-    stop_sample: int = 0  # the first one after the phase; only read where a corpus has max_epochs, as is `steps`
+    stop_sample: int = (
+        0  # the first one after the phase; only read where a corpus has max_epochs, as is `steps`
+    )
     steps: int = 0

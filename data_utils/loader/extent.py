@@ -8,8 +8,8 @@ from pathlib import PurePath
 from data_utils.loader.loader import Datasets, SampleLoader
 from data_utils.loader.mixture import Index, Mixture, epoch_tokens
 
-# Muennighoff et al. (arXiv:2305.16264): up to 4 epochs change the loss negligibly against new text; with more, what they
-# add falls towards nothing.
+# Muennighoff et al. (arXiv:2305.16264): up to 4 epochs change the loss negligibly against new text; with more, what
+# they add falls towards nothing.
 USEFUL_EPOCHS = 4
 MOST_LEFT_OUT = 0.1  # of a corpus's documents, before that is warned of
 _SHOWN = 8  # corpora
@@ -31,10 +31,13 @@ def extent(mixtures: Sequence[Mixture], samples: int, batch_size: int) -> Iterat
     ]
     total = sum(tokens * epochs for _, tokens, epochs, _ in corpora)
     yield f"training reads {total:,.0f} tokens in {samples:,} samples"
-    for index, count, (name, tokens, epochs, windows) in list(zip(indexes, of_corpora, corpora, strict=True))[:_SHOWN]:
+    for index, count, (name, tokens, epochs, windows) in list(zip(indexes, of_corpora, corpora, strict=True))[
+        :_SHOWN
+    ]:
         yield (
             f"{name}: {len(index.dataset):,} documents, {tokens:,} tokens, {windows:,} windows; {count:,} samples "
-            f"({count / max(1, samples):.1%}), {tokens * epochs / max(1, total):.1%} of the tokens, read {_times(epochs)}"
+            f"({count / max(1, samples):.1%}), {tokens * epochs / max(1, total):.1%} of the tokens, "
+            f"read {_times(epochs)}"
         )
     if len(corpora) > _SHOWN:
         yield f"and {len(corpora) - _SHOWN} more corpora"
@@ -52,9 +55,9 @@ def extent(mixtures: Sequence[Mixture], samples: int, batch_size: int) -> Iterat
     for name, tokens, epochs, windows in corpora:
         if epochs > USEFUL_EPOCHS:
             yield (
-                f"warning: {name} is read {_times(epochs)}; up to {USEFUL_EPOCHS} times text is worth nearly as much as "
-                "new text, more often ever less (Muennighoff et al., 2023). Add text, lower training.steps, or set "
-                "max_epochs of this corpus."
+                f"warning: {name} is read {_times(epochs)}; text that is read up to {USEFUL_EPOCHS} times is worth "
+                "nearly as much as new text, beyond that ever less (Muennighoff et al., 2023). Add text, lower "
+                "training.steps, or set max_epochs of this corpus."
             )
         if windows < batch_size:
             yield (

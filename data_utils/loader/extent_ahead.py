@@ -24,9 +24,7 @@ def mixtures_ahead(
     choices = [*objectives, *(choice for phase in phases for choice in phase.objectives)]
     opener = CorpusOpener(data, objectives, choices, data.row_length or max(lengths))
     indexes = [opener.index(corpus) for corpus in data.train]
-    return phase_mixtures(
-        indexes, derive_seed(seed, "train"), phases or [PhaseSamples(0, data, objectives)]
-    )
+    return phase_mixtures(indexes, derive_seed(seed, "train"), phases or [PhaseSamples(0, data, objectives)])
 
 
 def extent_if_here(

@@ -36,9 +36,9 @@ def brute_force(weights, caps, total):
         level = (total - caps[capped].sum()) / max(weights[~capped].sum(), 1e-300)
         filled = np.where(capped, caps, level * weights)
         slack = 1e-9 * total
-        if abs(filled.sum() - total) < slack and np.all(filled <= caps + slack):
-            if level >= 0 and np.all(level * weights[capped] >= caps[capped] - slack):
-                return filled
+        is_full = abs(filled.sum() - total) < slack and np.all(filled <= caps + slack)
+        if is_full and level >= 0 and np.all(level * weights[capped] >= caps[capped] - slack):
+            return filled
     return None
 
 
@@ -60,7 +60,11 @@ def test_a_thousand_mixtures_are_shared_out_as_by_brute_force():
 
 
 def test_phases_of_equal_weights_have_equal_shares():
-    weights, windows, caps = np.array([0.5, 0.3, 0.2]), np.array([100.0, 200.0, 900.0]), np.array([2, 4, np.inf])
+    weights, windows, caps = (
+        np.array([0.5, 0.3, 0.2]),
+        np.array([100.0, 200.0, 900.0]),
+        np.array([2, 4, np.inf]),
+    )
     counts = np.array([[700.0], [2100.0], [200.0]])
     whole = share_out(3000 * weights[None], windows[None], caps)[0]
     phases = share_out(counts * weights, np.tile(windows, (3, 1)), caps)
@@ -152,7 +156,9 @@ def test_too_little_text_is_an_error_with_the_steps_that_it_suffices_for(plan):
     steps = int(str(error.value).partition("suffices for ")[2].split()[0])
     assert 210 <= steps <= 220
     shorter = [*plan[:-1], (10 * steps - sum(count for count, _ in plan[:-1]), plan[-1][1])]
-    assert counted(phase_mixtures(indexes, 4, phases_of(shorter, caps)), phases_of(shorter, caps))[1].max() <= 2
+    assert (
+        counted(phase_mixtures(indexes, 4, phases_of(shorter, caps)), phases_of(shorter, caps))[1].max() <= 2
+    )
 
 
 def test_caps_that_nothing_reaches_change_no_sample():
