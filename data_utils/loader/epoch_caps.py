@@ -30,6 +30,7 @@ _EXACT = 1e-9  # of a phase's samples
 def capped_weights(
     weights: Sequence[Sequence[float]],
     windows: Sequence[Sequence[int]],
+    seed: int,
     phases: Sequence[PhaseSamples],
     mixtures_of: MixturesOf,
 ) -> list[list[float]]:
@@ -38,24 +39,26 @@ def capped_weights(
     Args:
         weights: [phases][corpora], in samples.
         windows: [phases][corpora], of an epoch, at the phase's length.
-        mixtures_of: makes the mixtures of phases with weights.
+        seed: of the mixtures. mixtures_of: makes them from phases and weights.
     Returns: [phases][corpora]; `weights` if they keep the caps, else quotas.
     Raises: ConfigError where there is too little text.
     """
-    fitting = _fitting_weights(weights, windows, phases, mixtures_of)
+    fitting = _fitting_weights(weights, windows, seed, phases, mixtures_of)
     if fitting is not None:
+        _require_samples(fitting, weights, phases)
         return fitting
     steps = sum(phase.steps for phase in phases)
     enough, too_many = 0, steps
     while too_many - enough > 1:
         middle = (enough + too_many) // 2
-        if _fitting_weights(weights, windows, _shortened(phases, middle), mixtures_of) is None:
+        if _fitting_weights(weights, windows, seed, _shortened(phases, middle), mixtures_of) is None:
             too_many = middle
         else:
             enough = middle
+    fewer = f"train {enough:,} steps, " if enough else ""
     raise ConfigError(
         f"data.train has too little text for max_epochs: it suffices for {enough:,} of the {steps:,} steps of the "
-        f"run; train {enough:,} steps, add text, or raise max_epochs."
+        f"run; {fewer}add text, or raise max_epochs."
     )
 
 
@@ -74,6 +77,7 @@ def _shortened(phases: Sequence[PhaseSamples], steps: int) -> list[PhaseSamples]
 def _fitting_weights(
     weights: Sequence[Sequence[float]],
     windows: Sequence[Sequence[int]],
+    seed: int,
     phases: Sequence[PhaseSamples],
     mixtures_of: MixturesOf,
 ) -> list[list[float]] | None:
@@ -91,7 +95,7 @@ def _fitting_weights(
     plain = [list(each) for each in weights[: len(phases)]]
     if not excess(plain).any():
         return plain
-    seed, limits = mixtures_of(phases, plain)[0].seed, max_epochs.copy()
+    limits = max_epochs.copy()
     for _ in range(_TRIES):
         samples = share_out(shares * counts[:, None], per_epoch, limits) if np.all(limits > 0) else None
         if samples is None:
@@ -101,7 +105,6 @@ def _fitting_weights(
             _whole_quotas(samples[number], room, dealt_samples(seed, int(count), number))
             for number, count in enumerate(counts)
         ]
-        _require_samples(fitting, shares, phases)
         too_much = excess(fitting)
         if not too_much.any():
             return fitting
@@ -160,14 +163,14 @@ def _whole_quotas(samples: np.ndarray, room: np.ndarray, dealt: np.ndarray) -> l
 
 
 def _require_samples(
-    fitting: Sequence[Sequence[float]], shares: np.ndarray, phases: Sequence[PhaseSamples]
+    fitting: Sequence[Sequence[float]], weights: Sequence[Sequence[float]], phases: Sequence[PhaseSamples]
 ) -> None:
-    """Raise ConfigError for a corpus with a share of which too little is left for one sample of a block."""
-    for number, (each, of_phase) in enumerate(zip(fitting, shares, strict=True)):
-        for corpus, quota, share in zip(phases[0].data.train, each, of_phase, strict=True):
-            if share > 0 and not quota:
-                where = f"phase {number + 1}" if len(phases) > 1 else "the run"
+    """Raise ConfigError for a corpus with a weight of which too little is left for one sample of a block."""
+    for number, (each, wanted) in enumerate(zip(fitting, weights, strict=True), start=1):
+        for corpus, left, weight in zip(phases[0].data.train, each, wanted, strict=True):
+            if weight > 0 and not left:
+                where = f"phase {number}" if len(phases) > 1 else "the run"
                 raise ConfigError(
-                    f"max_epochs leaves {corpus.prefix} less than 1/{int(sum(each))} of the samples of {where}; raise "
-                    "max_epochs of this corpus, remove the corpus, or shorten the run."
+                    f"max_epochs leaves {corpus.prefix} less than one sample, or one in {int(sum(each))}, of {where}; "
+                    "raise max_epochs of this corpus, remove the corpus, or shorten the run."
                 )

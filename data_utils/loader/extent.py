@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
+import numpy as np
+
 from data_utils.loader.loader import Datasets, SampleLoader
 from data_utils.loader.mixture import Index, Mixture, epoch_tokens
 
@@ -23,7 +25,7 @@ def extent(mixtures: Sequence[Mixture], samples: int, batch_size: int) -> Iterat
     firsts = [mixture.start.first_sample for mixture in mixtures]
     counts = [stop - first for first, stop in zip(firsts, [*firsts[1:], samples], strict=True)]
     epochs_after = [mixture.epochs(count) for mixture, count in zip(mixtures, counts, strict=True)]
-    of_corpora = sum(mixture.dealt(count) for mixture, count in zip(mixtures, counts, strict=True))
+    dealt = [mixture.dealt(count) for mixture, count in zip(mixtures, counts, strict=True)]
     indexes = mixtures[0].indexes
     corpora = [
         (str(index.dataset.prefix), epoch_tokens(index), epochs, index.num_windows)
@@ -31,9 +33,9 @@ def extent(mixtures: Sequence[Mixture], samples: int, batch_size: int) -> Iterat
     ]
     total = sum(tokens * epochs for _, tokens, epochs, _ in corpora)
     yield f"training reads {total:,.0f} tokens in {samples:,} samples"
-    for index, count, (name, tokens, epochs, windows) in list(zip(indexes, of_corpora, corpora, strict=True))[
-        :_SHOWN
-    ]:
+    for index, count, (name, tokens, epochs, windows) in list(
+        zip(indexes, np.sum(dealt, axis=0), corpora, strict=True)
+    )[:_SHOWN]:
         yield (
             f"{name}: {len(index.dataset):,} documents, {tokens:,} tokens, {windows:,} windows; {count:,} samples "
             f"({count / max(1, samples):.1%}), {tokens * epochs / max(1, total):.1%} of the tokens, "

@@ -291,7 +291,7 @@ def phase_mixtures(indexes: Sequence[Index], seed: int, phases: Sequence[PhaseSa
     mixtures_of = functools.partial(_following_mixtures, indexes, seed)
     if phases[0].data.has_caps:
         windows = [[epoch_windows(index, length) for index in indexes] for length in lengths]
-        weights = capped_weights(weights, windows, phases, mixtures_of)
+        weights = capped_weights(weights, windows, seed, phases, mixtures_of)
     return mixtures_of(phases, weights)
 
 
