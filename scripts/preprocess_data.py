@@ -16,7 +16,7 @@ import signal
 import sys
 import traceback
 from dataclasses import fields
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 
@@ -37,11 +37,11 @@ from data_utils.common.urls import without_secrets
 from data_utils.corpus.documents import BAD_RECORD_POLICIES, DEFAULT_MAX_BAD_RECORDS, TEXT_SPLITS
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.verification import verify
-from data_utils.loader.drawn_shares import unknown_share, word_shares
 from data_utils.tokenizers.special_tokens import ADDED_TOKENS
 from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
 from data_utils.tokenizers.tokenizer_readers import KINDS
 from data_utils.tokenizers.vocabulary import vocabulary_of
+from data_utils.tokenizers.word_shares import unknown_share, word_shares
 
 _TOKENS_READ = 2**16  # of the output, to say where words begin
 INTERRUPTED = "interrupted before the output was complete; run the command again to continue"
@@ -163,11 +163,13 @@ def make_dataset(arguments: argparse.Namespace, ranks: Ranks) -> None:
         lowercase=not arguments.cased,
         fixed_command_tokens=not arguments.shared_command_tokens,
     ).local()  # here, not in each worker
-    report = build_corpus(make_config(arguments), partial(load_tokenizer, tokenizer), ranks)
+    make_tokenizer = partial(load_tokenizer, tokenizer)
+    vocabulary_once = cache(lambda: vocabulary_of(make_tokenizer()))
+    report = build_corpus(make_config(arguments), make_tokenizer, ranks, vocabulary_once)
     if ranks.rank == 0:
         print("\n".join(report.lines()))
         text = np.array(IndexedDataset(next(iter(report.documents))).tokens[:_TOKENS_READ])
-        vocabulary, whose = vocabulary_of(load_tokenizer(tokenizer)), f"the first {len(text):,}"
+        vocabulary, whose = vocabulary_once(), f"the first {len(text):,}"
         for line in word_shares(text, vocabulary, whose):
             print(f"  {line}")
         for line in unknown_share(text, vocabulary, whose):

@@ -69,7 +69,10 @@ class TokenizerFacts:
 
 
 def build_corpus(
-    config: BuildConfig, make_tokenizer: Callable[[], Any], ranks: Ranks | None = None
+    config: BuildConfig,
+    make_tokenizer: Callable[[], Any],
+    ranks: Ranks | None = None,
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> BuildReport:
     """Build the datasets of `config`; see the module docstring.
 
@@ -77,6 +80,7 @@ def build_corpus(
         make_tokenizer: gives an object with `encode_batch`, `special.eos`, `vocab_size`, `fingerprint` and
             `config` (see data_utils/tokenizers/tokenizer.py). Called here and in each worker, so it must pickle.
         ranks: the MPI ranks that share the work, all with the same `config` and file system.
+        meanwhile: what the first rank needs after the build and can prepare while workers start, if there are any.
     Raises: DataError for bad input, a split without documents, output that exists or cannot be written,
         another build that was started and not finished, a dead worker.
     """
@@ -94,8 +98,15 @@ def build_corpus(
         if uses_workers(job, ranks):
             tokenizer = None  # they load their own
         return_freed_memory()  # reading the tokenizer took twice the memory that it holds
-        ranks.on_each(lambda: build_shards(job, tokenizer, make_tokenizer, ranks))
-        return ranks.on_first(lambda: _finish(job, facts, writers, started))
+        statistics = DocumentStatistics()
+
+        def prepare() -> None:
+            if ranks.rank == 0:
+                statistics.load(job.dtype)
+                meanwhile()
+
+        ranks.on_each(lambda: build_shards(job, tokenizer, make_tokenizer, ranks, prepare))
+        return ranks.on_first(lambda: _finish(job, facts, writers, statistics, started))
 
 
 def _start(
@@ -240,7 +251,11 @@ def _remove_if_nothing_is_finished(directory: BuildDirectory) -> None:
 
 
 def _finish(
-    job: Job, tokenizer: TokenizerFacts, writers: Sequence[IndexedDatasetWriter], started: float
+    job: Job,
+    tokenizer: TokenizerFacts,
+    writers: Sequence[IndexedDatasetWriter],
+    statistics: DocumentStatistics,
+    started: float,
 ) -> BuildReport:
     """Join the shards, in order, and put the datasets in place."""
     config, directory = job.config, job.directory
@@ -250,7 +265,6 @@ def _finish(
     paths = list(dict.fromkeys(file_range.path for shard in job.shards for file_range in shard))
     if job.todo:  # otherwise nothing was read now, and `open` has compared the inputs
         directory.open(_plan(config, tokenizer, paths, job.evaluation, job.annotation_reader), restart=False)
-    statistics = DocumentStatistics()
     duplicates = _join(job, records, writers, statistics)
     contamination = None
     if job.evaluation is not None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from data_utils.build.contamination import NGRAM_WORDS
 from data_utils.corpus.documents import RecordCounts
@@ -17,23 +16,6 @@ MANY_DUPLICATES = 0.05
 _MAX_HASHES = 1 << 20  # distinct documents that are compared; of more, a sample
 _MAX_PENDING = 1 << 18
 _MAX_LENGTH = 1 << 16  # longer documents are not told apart
-_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
-_SHIFT = np.uint64(29)
-
-
-@njit(cache=True, error_model="numpy", nogil=True)
-def _hashes(tokens, lengths):
-    """A hash of the tokens of each document, uint64 [documents]."""
-    hashes = np.empty(lengths.shape[0], np.uint64)
-    start = 0
-    for document in range(lengths.shape[0]):
-        value = np.uint64(lengths[document] + 1) * _MULTIPLIER  # spread: tokens are small numbers
-        for i in range(start, start + lengths[document]):
-            value = (value ^ np.uint64(tokens[i])) * _MULTIPLIER
-            value ^= value >> _SHIFT
-        start += lengths[document]
-        hashes[document] = value * _MULTIPLIER
-    return hashes
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +44,19 @@ class DocumentStatistics:
         self._num_pending = 0
         self._zero_bits = 0
 
+    def load(self, dtype: np.dtype) -> None:
+        """Load the compiled code for tokens as shards have them, which takes half a second."""
+        tokens, lengths = np.empty(0, dtype), np.empty(0, np.int32)
+        for array in (tokens, lengths):
+            array.flags.writeable = False
+        self.add(tokens, lengths)
+
     def add(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
         """Take documents: their tokens one after the other [sum(lengths)], and lengths [documents]."""
+        from data_utils.build.document_hashes import document_hashes  # brings the compiler
+
         self._lengths += np.bincount(np.minimum(lengths, _MAX_LENGTH), minlength=_MAX_LENGTH + 1)
-        hashes = _hashes(tokens, lengths)
+        hashes = document_hashes(tokens, lengths)
         self._pending.append(hashes[self._in_sample(hashes)])
         self._num_pending += len(self._pending[-1])
         if self._num_pending > _MAX_PENDING:

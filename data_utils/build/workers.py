@@ -287,10 +287,16 @@ def uses_workers(job: Job, ranks: Ranks) -> bool:
     return job.config.workers > 0 and len(_shards_of_rank(job, ranks)) > 0
 
 
-def build_shards(job: Job, tokenizer: Any, make_tokenizer: Callable[[], Any], ranks: Ranks) -> None:
+def build_shards(
+    job: Job,
+    tokenizer: Any,
+    make_tokenizer: Callable[[], Any],
+    ranks: Ranks,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> None:
     """Build this rank's share of the unfinished shards. Raises DataError if the build must stop.
 
-    Args: tokenizer: None where workers are used, which make their own.
+    Args: tokenizer: None where workers are used, which make their own. meanwhile: called while workers start.
     """
     config, numbers = job.config, _shards_of_rank(job, ranks)
     total = job.input_bytes * len(numbers) // max(len(job.shards), 1)
@@ -308,7 +314,7 @@ def build_shards(job: Job, tokenizer: Any, make_tokenizer: Callable[[], Any], ra
     try:
         with progress_bar(total=total, unit="B", unit_scale=True, desc="tokenize", disable=hidden) as bar:
             if uses_workers(job, ranks):
-                records = _build_in_workers(job, numbers, make_tokenizer, advance)
+                records = _build_in_workers(job, numbers, make_tokenizer, advance, meanwhile)
             else:
                 builder = ShardBuilder(job, tokenizer)
                 records = (builder.build(number, advance) for number in numbers)
@@ -329,6 +335,7 @@ def _build_in_workers(
     numbers: Sequence[int],
     make_tokenizer: Callable[[], Any],
     advance: Callable[[int, int], None],
+    meanwhile: Callable[[], object],
 ) -> Generator[ShardRecord, None, None]:
     """Build shards in worker processes; yields their records in any order."""
     # No lock, because a killed worker would keep it.
@@ -348,6 +355,7 @@ def _build_in_workers(
     workers: set[BaseProcess] = set()
     try:
         pending = _submit(executor, numbers)
+        meanwhile()
         while pending:
             # Noted while they live, since a broken pool forgets its workers, whose exit statuses tell what
             # happened.

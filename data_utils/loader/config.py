@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from data_utils.common.settings import REQUIRED, check, checked, fraction, setting
 from data_utils.common.urls import is_url
@@ -17,10 +17,22 @@ from data_utils.objectives import ObjectiveChoice
 @checked("data.train")
 class CorpusConfig:
     prefix: str = setting(REQUIRED, "Dataset path or URL (s3://...) without .bin/.idx/.json.", is_path=True)
-    weight: float = setting(
-        1.0,
-        "sampling weight, relative to the other corpora; 0 = not used (until a later phase)",
+    weight: float | None = setting(
+        None,
+        "sampling weight in samples, relative to the other corpora; 0 = not used (until a later phase); null = 1 "
+        "where tokens is null",
         at_least=0,
+    )
+    tokens: float | None = setting(
+        None,
+        "in place of weight: share of the tokens, relative to the other corpora, which all set it",
+        at_least=0,
+    )
+    max_epochs: float | None = setting(
+        None,
+        "how often the run reads the corpus at most; what is left of its share goes to the other corpora; null = no "
+        "limit; only in data.train",
+        above=0,
     )
     name: str | None = setting(
         None, "name that the weights of a phase refer to; null = the last component of its prefix"
@@ -35,16 +47,29 @@ class CorpusConfig:
         is_path=True,
     )
 
+    def __post_init__(self) -> None:
+        if self.weight is None and self.tokens is None:
+            # The dataclass is frozen; this is its only moment to be completed. A default of 1 could not be told from a
+            # weight that is set together with tokens.
+            object.__setattr__(self, "weight", 1.0)
+
     @property
     def key(self) -> str:
         """The name in the weights of phases."""
         return PurePath(self.prefix).name if self.name is None else self.name
 
+    @property
+    def share(self) -> float:
+        """Of the samples or of the tokens, relative to the other corpora."""
+        return cast(float, self.weight if self.tokens is None else self.tokens)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("data")
 class DataConfig:
-    train: tuple[CorpusConfig, ...] = setting((), "list of {prefix, weight, name, objective, decoder_prefix}")
+    train: tuple[CorpusConfig, ...] = setting(
+        (), "list of {prefix, weight, tokens, max_epochs, name, objective, decoder_prefix}"
+    )
     validation: tuple[CorpusConfig, ...] = setting((), "as data.train; empty = no evaluation")
     sequence_length: int = setting(
         512, "source tokens per sample, before the objective changes them", at_least=16
@@ -76,6 +101,16 @@ class DataConfig:
             f"data.region ({self.region}) is below data.sequence_length ({self.sequence_length}); set it to at "
             "least that, or to 0.",
         )
+        conflicts = [
+            *_conflicts_of_shares("train", self.train),
+            *_conflicts_of_shares("validation", self.validation),
+        ]
+        conflicts += [
+            f"data.validation[{number}].max_epochs is {corpus.max_epochs:g}, but only training has epochs; remove it."
+            for number, corpus in enumerate(self.validation)
+            if corpus.max_epochs is not None
+        ]
+        check(not conflicts, " ".join(conflicts))
         self._check_stored()
 
     def _check_stored(self) -> None:
@@ -89,6 +124,16 @@ class DataConfig:
                 f"the dataset {prefix} is in a store, but data.local_directory is null; set it to a directory of each "
                 "node to which the dataset is copied.",
             )
+
+    @property
+    def has_caps(self) -> bool:
+        """Whether the shares depend on the length of the run and the size of the corpora."""
+        return any(corpus.max_epochs is not None for corpus in self.train)
+
+    @property
+    def has_token_shares(self) -> bool:
+        """Whether the shares depend on the size of the corpora."""
+        return any(corpus.tokens is not None for corpus in self.train)
 
     def require_train(self) -> None:
         """Raise ConfigError without a training corpus, which a configuration need not have before it is trained."""
@@ -110,9 +155,28 @@ class DataConfig:
                 )
 
 
+def _conflicts_of_shares(name: str, corpora: Sequence[CorpusConfig]) -> Iterator[str]:
+    """What is wrong with the units of the shares of a list of corpora."""
+    by_unit = {
+        unit: [f"data.{name}[{i}]" for i, corpus in enumerate(corpora) if getattr(corpus, unit) is not None]
+        for unit in ("tokens", "weight")
+    }
+    if all(by_unit.values()):
+        tokens, weights = (", ".join(dict.fromkeys(entries)) for entries in by_unit.values())
+        yield (
+            f"{tokens} set{'s' * (len(by_unit['tokens']) == 1)} tokens and {weights} weight (1 where nothing is set), "
+            "but shares are of the tokens or of the samples; set tokens in all of the list and weight in none, or "
+            "weight alone."
+        )
+
+
 class PhaseSamples(NamedTuple):
     """All that makes the samples of a phase of the run."""
 
     first_sample: int
     data: DataConfig  # with the phase's weights
     objectives: Sequence[ObjectiveChoice]
+    stop_sample: int = (
+        0  # the first one after the phase; only read where a corpus has max_epochs, as is `steps`
+    )
+    steps: int = 0

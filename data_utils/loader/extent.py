@@ -5,34 +5,44 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
-from data_utils.loader.loader import Datasets, SampleLoader
-from data_utils.loader.mixture import Index, Mixture
+import numpy as np
 
-# BERT read its corpus 40 times. Muennighoff et al. (arXiv:2305.16264): up to 4 times is nearly as good as new text.
-MANY_EPOCHS, USEFUL_EPOCHS = 40, 4
+from data_utils.loader.loader import Datasets, SampleLoader
+from data_utils.loader.mixture import Index, Mixture, epoch_tokens
+
+# Muennighoff et al. (arXiv:2305.16264): up to 4 epochs change the loss negligibly against new text; with more, what
+# they add falls towards nothing.
+USEFUL_EPOCHS = 4
 MOST_LEFT_OUT = 0.1  # of a corpus's documents, before that is warned of
-_SHOWN = 8  # corpora in a line
+_SHOWN = 8  # corpora
 
 
 def extent(mixtures: Sequence[Mixture], samples: int, batch_size: int) -> Iterator[str]:
-    """The amount of text that a run of `samples` samples reads, one line; of its phases; then warnings, one line each.
+    """The amount of text that a run of `samples` samples reads, a line; of its corpora and phases; then warnings.
 
     Args: mixtures: of the phases.
     """
-    ends = [*(mixture.start.first_sample for mixture in mixtures[1:]), samples]
-    epochs_after = [
-        mixture.epochs(end - mixture.start.first_sample) for mixture, end in zip(mixtures, ends, strict=True)
-    ]
+    firsts = [mixture.start.first_sample for mixture in mixtures]
+    counts = [stop - first for first, stop in zip(firsts, [*firsts[1:], samples], strict=True)]
+    epochs_after = [mixture.epochs(count) for mixture, count in zip(mixtures, counts, strict=True)]
+    dealt = [mixture.dealt(count) for mixture, count in zip(mixtures, counts, strict=True)]
     indexes = mixtures[0].indexes
     corpora = [
         (str(index.dataset.prefix), epoch_tokens(index), epochs, index.num_windows)
         for index, epochs in zip(indexes, epochs_after[-1], strict=True)
     ]
-    listed = [f"{name} ({tokens:,} tokens) {_times(epochs)}" for name, tokens, epochs, _ in corpora[:_SHOWN]]
-    if len(corpora) > _SHOWN:
-        listed.append(f"and {len(corpora) - _SHOWN} more")
     total = sum(tokens * epochs for _, tokens, epochs, _ in corpora)
-    yield f"training reads {total:,.0f} tokens: {', '.join(listed)}"
+    yield f"training reads {total:,.0f} tokens in {samples:,} samples"
+    for index, count, (name, tokens, epochs, windows) in list(
+        zip(indexes, np.sum(dealt, axis=0), corpora, strict=True)
+    )[:_SHOWN]:
+        yield (
+            f"{name}: {len(index.dataset):,} documents, {tokens:,} tokens, {windows:,} windows; {count:,} samples "
+            f"({count / max(1, samples):.1%}), {tokens * epochs / max(1, total):.1%} of the tokens, "
+            f"read {_times(epochs)}"
+        )
+    if len(corpora) > _SHOWN:
+        yield f"and {len(corpora) - _SHOWN} more corpora"
     before = [0.0] * len(indexes)
     for number, after in enumerate(epochs_after if len(mixtures) > 1 else (), start=1):
         read = [
@@ -45,22 +55,17 @@ def extent(mixtures: Sequence[Mixture], samples: int, batch_size: int) -> Iterat
         before = after
     yield from _left_out(indexes)
     for name, tokens, epochs, windows in corpora:
-        if epochs > MANY_EPOCHS:
+        if epochs > USEFUL_EPOCHS:
             yield (
-                f"warning: {name} is read {_times(epochs)}; after {USEFUL_EPOCHS} epochs repeated text helps less, "
-                f"and after {MANY_EPOCHS} the model memorizes it. Add text, lower training.steps, or lower the "
-                "weight of this corpus."
+                f"warning: {name} is read {_times(epochs)}; text that is read up to {USEFUL_EPOCHS} times is worth "
+                "nearly as much as new text, beyond that ever less (Muennighoff et al., 2023). Add text, lower "
+                "training.steps, or set max_epochs of this corpus."
             )
         if windows < batch_size:
             yield (
                 f"warning: {name} has {tokens:,} tokens, {windows:,} samples, fewer than the batch size "
                 f"({batch_size:,}), so one step reads the same text more than once."
             )
-
-
-def epoch_tokens(index: Index) -> int:
-    """Tokens that an epoch reads; for rows of sentences, without the documents that are left out."""
-    return getattr(index, "num_tokens", index.dataset.num_tokens)
 
 
 def _left_out(indexes: Sequence[Index]) -> Iterator[str]:
@@ -103,4 +108,4 @@ def _by_content(loader: SampleLoader) -> dict[str, str]:
 
 
 def _times(epochs: float) -> str:
-    return f"{epochs:,.0f} times" if epochs >= 10 else f"{epochs:.2g} times"
+    return f"{epochs:,.0f} times" if epochs >= 10 else f"{epochs:.3g} times"

@@ -6,6 +6,7 @@ A batch is one int32 array of fixed shape. The price is padding, 1 to 2 % of a r
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ from data_utils.dataset.local_copy import local_copy
 from data_utils.dataset.manifest import LABELS
 from data_utils.loader.annotations import require_annotation
 from data_utils.loader.config import CorpusConfig, DataConfig, PhaseSamples
-from data_utils.loader.mixture import Index, Mixture
+from data_utils.loader.epoch_caps import capped_weights
+from data_utils.loader.mixture import Index, Mixture, epoch_tokens, epoch_windows
 from data_utils.loader.pair_corpora import linked, open_pairs
 from data_utils.loader.sampler import WindowIndex
 from data_utils.loader.sentences import SentenceIndex
@@ -83,6 +85,15 @@ class PhasedLoader(SampleLoader):
         super().__init__(loaders[0].mixture, loaders[0].objective)
         self._loaders = list(loaders)
         self._first_samples = [mixture.start.first_sample for mixture in self.mixtures]
+
+    def fingerprint(self) -> list[dict[str, object]]:
+        """With the weights of all phases, which may depend on the length of the run and the size of the corpora."""
+        of_phases = [[weight for _, weight in mixture.corpora] for mixture in self.mixtures]
+        weights = zip(*of_phases, strict=True)
+        return [
+            {**entry, "phase_weights": list(each)}
+            for entry, each in zip(super().fingerprint(), weights, strict=True)
+        ]
 
     @property
     def mixtures(self) -> list[Mixture]:
@@ -195,7 +206,7 @@ def open_datasets(
     objective = make_objective(objectives, vocabulary, seed, data.sequence_length, data.row_length)
     # With the objectives of all phases: what a later phase reads beside the tokens is asked for at the start.
     choices = [*objectives, *(choice for phase in phases for choice in phase.objectives)]
-    opener = _Corpora(data, objectives, choices, objective.row_length, tokenizer, decoder_tokenizer)
+    opener = _CheckedOpener(data, objectives, choices, objective.row_length, tokenizer, decoder_tokenizer)
     shorten = Shortener(data.short_prob, seed) if data.short_prob else None
     loaders = [
         _make_loader(
@@ -230,25 +241,46 @@ def _phased_loader(
     """The loader of all phases. Args: run: the loader of the run, whose corpora they share. seed: of the run."""
     mixtures = phase_mixtures(run.mixture.indexes, run.mixture.seed, phases)
     loaders = []
-    for mixture, (_, data, choices) in zip(mixtures, phases, strict=True):
+    for mixture, phase in zip(mixtures, phases, strict=True):
+        data, choices = phase.data, phase.objectives
         objective = make_objective(choices, vocabulary, seed, data.sequence_length, data.row_length)
         # `short_prob` is the run's.
         loaders.append(_make_loader(mixture, objective, data.train, choices, run.shorten))
     return PhasedLoader(loaders)
 
 
-def corpus_shares(corpora: Sequence[CorpusConfig], objectives: Sequence[ObjectiveChoice]) -> list[float]:
-    """Shares of the samples. Raises ConfigError where corpora of pairs and the objectives do not go together."""
+def corpus_weights(
+    corpora: Sequence[CorpusConfig],
+    objectives: Sequence[ObjectiveChoice],
+    indexes: Sequence[Index] = (),
+    length: int | None = None,
+) -> list[float]:
+    """Weights in samples.
+
+    Args: indexes: of the corpora, where they have shares of the tokens. length: of their windows; None = as they have.
+    Raises: ConfigError where corpora of pairs and the objectives do not go together.
+    """
+    weights = [corpus.share for corpus in corpora]
+    if any(corpus.tokens is not None for corpus in corpora):
+        # A share of the tokens is as many samples as its tokens fill: the mean window of a corpus differs with the
+        # length of its documents.
+        weights = [
+            weight * epoch_windows(index, length) / max(1, epoch_tokens(index))
+            for weight, index in zip(weights, indexes, strict=True)
+        ]
+        weights = [weight / (sum(weights) or 1.0) for weight in weights]
     if any(corpus.objective for corpus in corpora):
-        return shares(corpora, objectives)
-    return [corpus.weight for corpus in corpora]
+        return shares(corpora, objectives, weights)
+    return weights
 
 
 def phase_mixtures(indexes: Sequence[Index], seed: int, phases: Sequence[PhaseSamples]) -> list[Mixture]:
     """The mixture of each phase. Args: seed: of the mixtures."""
-    weights = [corpus_shares(phase.data.train, phase.objectives) for phase in phases]
     lengths = [phase.data.sequence_length for phase in phases]
-    region = phases[0].data.region
+    weights: Sequence[Sequence[float]] = [
+        corpus_weights(phase.data.train, phase.objectives, indexes, length)
+        for phase, length in zip(phases, lengths, strict=True)
+    ]
     # The run's own length may be that of no phase: windows are those of the first phase, and later ones follow from it.
     if isinstance(indexes[0], WindowIndex) and indexes[0].window_length != lengths[0]:
         indexes = [
@@ -256,6 +288,19 @@ def phase_mixtures(indexes: Sequence[Index], seed: int, phases: Sequence[PhaseSa
             for index in indexes
             if isinstance(index, WindowIndex)
         ]
+    mixtures_of = functools.partial(_following_mixtures, indexes, seed)
+    if phases[0].data.has_caps:
+        windows = [[epoch_windows(index, length) for index in indexes] for length in lengths]
+        weights = capped_weights(weights, windows, seed, phases, mixtures_of)
+    return mixtures_of(phases, weights)
+
+
+def _following_mixtures(
+    indexes: Sequence[Index], seed: int, phases: Sequence[PhaseSamples], weights: Sequence[Sequence[float]]
+) -> list[Mixture]:
+    """Args: indexes: with the length of the first phase. weights: [phases][corpora]."""
+    lengths = [phase.data.sequence_length for phase in phases]
+    region = phases[0].data.region
     mixtures = [Mixture(list(zip(indexes, weights[0], strict=True)), seed)]
     # Scattered windows, cut off in the middle of an epoch, leave holes too short for a longer window; streams
     # of positions do not.
@@ -268,7 +313,7 @@ def phase_mixtures(indexes: Sequence[Index], seed: int, phases: Sequence[PhaseSa
 
 
 @dataclass(frozen=True)
-class _Corpora:
+class CorpusOpener:
     """Opens corpora as samples of one objective.
 
     Args: choices: the objectives; in a mixture all read windows. all_choices: with the objectives of all phases.
@@ -278,16 +323,15 @@ class _Corpora:
     choices: Sequence[ObjectiveChoice]
     all_choices: Sequence[ObjectiveChoice]
     row_length: int
-    tokenizer: Tokenizer
-    decoder_tokenizer: Tokenizer | None
 
     def mixture(self, corpora: Sequence[CorpusConfig], seed: int) -> Mixture:
-        weights = corpus_shares(corpora, self.choices)
-        return Mixture(list(zip(map(self._index, corpora), weights, strict=True)), seed)
+        indexes = [self.index(corpus) for corpus in corpora]
+        weights = corpus_weights(corpora, self.choices, indexes)
+        return Mixture(list(zip(indexes, weights, strict=True)), seed)
 
-    def _index(self, corpus: CorpusConfig) -> Index:
+    def index(self, corpus: CorpusConfig) -> Index:
         length = self.data.sequence_length
-        dataset = self._open(corpus.prefix, self.tokenizer)
+        dataset = self.open(corpus.prefix)
         if corpus.objective is not None:
             return open_pairs(corpus, dataset, length, self.choices)
         sections = [choice.section for choice in self.all_choices]
@@ -298,12 +342,26 @@ class _Corpora:
                 require_annotation(dataset, annotations)
             return WindowIndex(dataset, length, DOCUMENT_OVERHEAD, bool(annotations))
         decoder_dataset = None
-        if corpus.decoder_prefix is not None and self.decoder_tokenizer is not None:
-            decoder_dataset = self._open(corpus.decoder_prefix, self.decoder_tokenizer)
+        if corpus.decoder_prefix is not None:
+            decoder_dataset = self.open(corpus.decoder_prefix, is_decoder=True)
         overhead = sections[0].least_row_length(0)  # of a sentence without text
         return SentenceIndex(dataset, length, overhead, self.row_length, decoder_dataset)
 
-    def _open(self, prefix: str, tokenizer: Tokenizer) -> IndexedDataset:
+    def open(self, prefix: str, is_decoder: bool = False) -> IndexedDataset:
+        """The dataset as it is, to be counted."""
+        return IndexedDataset(prefix)
+
+
+@dataclass(frozen=True)
+class _CheckedOpener(CorpusOpener):
+    """Opens corpora to be trained."""
+
+    tokenizer: Tokenizer
+    decoder_tokenizer: Tokenizer | None
+
+    def open(self, prefix: str, is_decoder: bool = False) -> IndexedDataset:
+        tokenizer = self.decoder_tokenizer if is_decoder else self.tokenizer
+        assert tokenizer is not None  # checked by `check_decoder`
         if self.data.local_directory is not None:
             prefix = str(local_copy(prefix, self.data.local_directory))
         dataset = IndexedDataset(prefix)

@@ -65,12 +65,33 @@ def quotas(weights: Sequence[float]) -> np.ndarray:
 
 def samples_of_corpora(seed: int, weights: Sequence[float], count: int, phase: int = 0) -> np.ndarray:
     """How many of a phase's first `count` samples are of each corpus, int64 [corpora]. Args: seed: of the mixture."""
-    per_block = quotas(weights)
+    starts = np.concatenate([[0], np.cumsum(quotas(weights))])
+    return np.diff(dealt_samples(seed, count, phase)[starts])
+
+
+def dealt_samples(seed: int, count: int, phase: int = 0) -> np.ndarray:
+    """How many of a phase's first `count` samples are in the first b slots of their block, int64 [BLOCK_SIZE + 1].
+
+    The slots of a corpus are a range of as many as its quota, in the order of the corpora.
+    """
     blocks, remaining = divmod(count, BLOCK_SIZE)
-    # Whole blocks have exact quotas, so only the last, partial block needs its table.
+    # Whole blocks have all slots, so only the last, partial block needs its table.
     key = derive_key(np.uint64(seed & _MASK_64), BLOCK_ORDER, phase << PHASE_BITS | blocks)
-    corpora, _ = block_table(np.concatenate([[0], np.cumsum(per_block)]), BLOCK_SIZE, np.uint64(key))
-    return blocks * per_block + np.bincount(corpora[:remaining], minlength=len(per_block))
+    slots, _ = block_table(np.arange(BLOCK_SIZE + 1), BLOCK_SIZE, np.uint64(key))
+    last = np.bincount(slots[:remaining], minlength=BLOCK_SIZE)
+    return np.concatenate([[0], np.cumsum(blocks + last)])
+
+
+def epoch_tokens(index: Index) -> int:
+    """Tokens that an epoch reads; for rows of sentences, without the documents that are left out."""
+    return getattr(index, "num_tokens", index.dataset.num_tokens)
+
+
+def epoch_windows(index: Index, length: int | None = None) -> int:
+    """Samples that an epoch has, at another length of a window where one is given."""
+    if length is None or not isinstance(index, WindowIndex) or index.window_length == length:
+        return index.num_windows
+    return -(-index.cost // length)
 
 
 class Start(NamedTuple):
@@ -145,10 +166,12 @@ class Mixture:
 
     def after(self, count: int) -> tuple[int, ...]:
         """Samples of each corpus before the sample `count` of the phase, with those of former phases of its length."""
+        return tuple((self._samples_before + self.dealt(count)).tolist())
+
+    def dealt(self, count: int) -> np.ndarray:
+        """How many of the phase's first `count` samples are of each corpus, int64 [corpora]."""
         weights = [weight for _, weight in self.corpora]
-        return tuple(
-            (self._samples_before + samples_of_corpora(self.seed, weights, count, self.start.phase)).tolist()
-        )
+        return samples_of_corpora(self.seed, weights, count, self.start.phase)
 
     def epochs(self, count: int) -> list[float]:
         """How often each corpus was read before the sample `count` of the phase, former phases included."""

@@ -81,7 +81,7 @@ def _pack(costs, longest, starts, stops):
 class PairIndex(WindowIndex):
     """Windows of whole documents with their labels: as many, one after another, as fit `window_length`.
 
-    Attributes: too_long: documents that do not fit alone and are in no window.
+    Attributes: too_long: documents that do not fit alone and are in no window. num_tokens: of the others.
     Raises: DataError if none fits.
     """
 
@@ -97,7 +97,9 @@ class PairIndex(WindowIndex):
         starts, stops = np.empty_like(costs), np.empty_like(costs)
         self.num_windows = int(_pack(costs, window_length, starts, stops))
         self._starts, self._stops = (bounds[: self.num_windows].copy() for bounds in (starts, stops))
-        self.too_long = int((costs > window_length).sum())
+        fits = costs <= window_length
+        self.too_long = int((~fits).sum())
+        self.num_tokens = int((costs[fits] - document_overhead).sum())
         if not self.num_windows:
             raise DataError(
                 f"dataset {dataset.prefix} has no pair of at most {window_length - document_overhead} tokens; raise "

@@ -15,8 +15,13 @@ def pair_objective(choice: ObjectiveChoice) -> str | None:
     return choice.name if choice.section.token_annotation == "labels" else None
 
 
-def shares(corpora: Sequence[Any], objectives: Sequence[ObjectiveChoice]) -> list[float]:
-    """The share of the samples that each corpus has. Raises ConfigError for an objective without a corpus."""
+def shares(
+    corpora: Sequence[Any], objectives: Sequence[ObjectiveChoice], weights: Sequence[float]
+) -> list[float]:
+    """The share of the samples that each corpus has. Raises ConfigError for an objective without a corpus.
+
+    Args: weights: of the corpora, among those of one objective.
+    """
     total = sum(choice.weight for choice in objectives)
     # By the objective that owns the corpora, None for all objectives of text.
     sample_shares: dict[str | None, float] = {}
@@ -24,8 +29,8 @@ def shares(corpora: Sequence[Any], objectives: Sequence[ObjectiveChoice]) -> lis
     for choice in objectives:
         owner = pair_objective(choice)
         sample_shares[owner] = sample_shares.get(owner, 0.0) + choice.weight / total
-    for corpus in corpora:
-        corpus_weights[corpus.objective] = corpus_weights.get(corpus.objective, 0.0) + corpus.weight
+    for corpus, weight in zip(corpora, weights, strict=True):
+        corpus_weights[corpus.objective] = corpus_weights.get(corpus.objective, 0.0) + weight
     for owner in sample_shares:
         if not corpus_weights.get(owner):
             names = ", ".join(choice.name for choice in objectives if pair_objective(choice) == owner)
@@ -35,8 +40,8 @@ def shares(corpora: Sequence[Any], objectives: Sequence[ObjectiveChoice]) -> lis
                 "(and to data.validation, if set), or remove the objective."
             )
     return [
-        corpus.weight * sample_shares.get(corpus.objective, 0.0) / (corpus_weights[corpus.objective] or 1.0)
-        for corpus in corpora
+        weight * sample_shares.get(corpus.objective, 0.0) / (corpus_weights[corpus.objective] or 1.0)
+        for corpus, weight in zip(corpora, weights, strict=True)
     ]
 
 
@@ -44,7 +49,7 @@ def check_corpora(config: Any) -> None:
     """Raise ConfigError unless a run's corpora suit its objectives that read pairs. Args: config: a Config."""
     for corpora in (config.data.train, config.data.validation):
         if corpora:
-            shares(corpora, config.objective_choices)
+            shares(corpora, config.objective_choices, [corpus.share for corpus in corpora])
     late = [choice.name for choice in config.objective_choices if choice.first_sample]
     check(
         not late,

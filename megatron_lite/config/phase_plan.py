@@ -28,8 +28,12 @@ class PhasePlan:
 
     @property
     def samples(self) -> Sequence[PhaseSamples]:
-        """All that makes the samples of each phase; empty where the run has neither phases nor regions."""
-        return []
+        """All that makes the samples of each phase; empty where the run has no phases, regions or max_epochs."""
+        config = self.configs[0]
+        if not config.data.has_caps:
+            return []
+        steps = self.first_steps[-1]
+        return [PhaseSamples(0, config.data, config.objective_choices, self.consumed(steps), steps)]
 
     def batch_size(self, step: int) -> int:
         """Samples of a step, on all ranks together."""

@@ -38,7 +38,7 @@ class PhaseConfig:
         None, "Replaces data.row_length; null = derived if the phase sets sequence_length.", at_least=1
     )
     weights: dict[str, Any] = setting_mapping(
-        "Corpus name -> sampling weight; corpora not listed are not sampled."
+        "Corpus name -> sampling weight, in tokens where data.train has tokens; corpora not listed are not sampled."
     )
     batch: dict[str, Any] = setting_mapping("Overrides of the section batch.")
     objectives: dict[str, Any] = setting_mapping("Replaces objectives; a subset of the run's objectives.")
@@ -67,8 +67,10 @@ class PhaseConfig:
         overrides = {"batch": self.batch, **self.objective_settings}
         merged = merge(tree, {"phases": [], "schedule": {"parts": []}, **overrides})
         if self.weights:
-            train = zip(tree["data"]["train"], names, strict=True)
-            with_weights = [{**corpus, "weight": self.weights.get(name, 0)} for corpus, name in train]
+            corpora = tree["data"]["train"]
+            unit = "weight" if all(corpus.get("tokens") is None for corpus in corpora) else "tokens"
+            train = zip(corpora, names, strict=True)
+            with_weights = [{**corpus, unit: self.weights.get(name, 0)} for corpus, name in train]
             merged["data"] = {**merged["data"], "train": with_weights}
         if self.sequence_length is not None or self.row_length is not None:
             length = self.sequence_length or tree["data"]["sequence_length"]

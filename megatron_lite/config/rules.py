@@ -20,8 +20,9 @@ def check_together(config: Config) -> None:
     _check_objectives(config)
     train = config.data.train
     check(
-        bool(config.phases) or not train or any(corpus.weight > 0 for corpus in train),
-        "all corpora of data.train have weight 0; set at least one weight above 0.",
+        bool(config.phases) or not train or any(corpus.share > 0 for corpus in train),
+        f"all corpora of data.train have {'weight' if train and train[0].tokens is None else 'tokens'} 0; set at least "
+        "one above 0.",
     )
     _check_lengths(config)
     _check_heads(config)

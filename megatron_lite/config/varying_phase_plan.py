@@ -6,6 +6,7 @@ run's configuration, so that a checkpoint holds no state of it.
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -124,11 +125,19 @@ class VaryingPhasePlan(PhasePlan):
 
     @property
     def samples(self) -> Sequence[PhaseSamples]:
-        if not self.phases and not self._reads_regions:
+        data = self.configs[0].data
+        if not self.phases and not self._reads_regions and not data.has_caps:
             return []
+        last = self.timetable.consumed(self.first_steps[-1])
         return [
-            PhaseSamples(first_sample, config.data, config.objective_choices)
-            for first_sample, config in zip(self.first_samples, self.configs, strict=True)
+            PhaseSamples(first_sample, config.data, config.objective_choices, stop_sample, end - begin)
+            for first_sample, stop_sample, config, (begin, end) in zip(
+                self.first_samples,
+                [*self.first_samples[1:], last],
+                self.configs,
+                itertools.pairwise(self.first_steps),
+                strict=True,
+            )
         ]
 
     def number(self, step: int) -> int:

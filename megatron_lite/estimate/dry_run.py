@@ -43,13 +43,16 @@ def dry_run(config: Config, processes: int, gpu_name: str) -> None:
     config.deepspeed_options(config.parallel.data_parallel_size(processes))
     phase_plan = config.phase_plan
     samples = phase_plan.consumed(config.training.steps)
-    reading = extent_if_here(
-        config.data,
-        config.training.seed,
-        samples,
-        phase_plan.largest_batch,
-        phase_plan.samples,
-        config.objective_choices,
+    # A list: a mixture that cannot be is an error before the report.
+    reading = list(
+        extent_if_here(
+            config.data,
+            config.training.seed,
+            samples,
+            phase_plan.largest_batch,
+            config.objective_choices,
+            phase_plan.samples,
+        )
     )
     phases: list[Phase] = []
     for phase, line in zip(phase_plan.alone(), phase_plan.lines() or [""], strict=True):

@@ -7,7 +7,7 @@ import datetime
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -381,10 +381,17 @@ def _corpora(run: RunReport, runs: Sequence[RunReport]) -> Iterator[Html]:
                 for name in ("documents", "tokens")
             ]
             prefix = shorten(str(entry.get("prefix", MISSING)), MAX_TEXT)
-            rows.append([split, element("code", prefix), str(entry.get("weight", MISSING)), *sizes])
+            rows.append([split, element("code", prefix), _corpus_share(entry), *sizes])
     if rows:
         yield from _heading(run, runs)
         yield table(["split", "prefix", "weight", "documents", "tokens"], rows)
+
+
+def _corpus_share(corpus: Mapping[str, Any]) -> str:
+    """A corpus's weight, or its share of the tokens, and its cap."""
+    tokens, cap = corpus.get("tokens"), corpus.get("max_epochs")
+    share = str(corpus.get("weight", MISSING)) if tokens is None else f"{tokens} of the tokens"
+    return share if cap is None else f"{share}, at most {cap} epochs"
 
 
 def _phases(run: RunReport, runs: Sequence[RunReport]) -> Iterator[Html]:

@@ -38,7 +38,7 @@ def phase_table(run: RunReport) -> Iterator[Html]:
         return
     samples = phase_plan.consumed(config.training.steps)
     try:
-        drawn = phase_plan.largest_batch, phase_plan.samples, config.objective_choices
+        drawn = phase_plan.largest_batch, config.objective_choices, phase_plan.samples
         reading = list(extent_if_here(config.data, config.training.seed, samples, *drawn))
     except UserError as error:
         reading = [str(error)]

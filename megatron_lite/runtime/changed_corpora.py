@@ -23,7 +23,8 @@ from data_utils.common.random_streams import derive_seed
 from data_utils.common.settings import build, leaves, to_tree
 from data_utils.dataset.manifest import read_manifest
 from data_utils.loader.config import CorpusConfig
-from data_utils.loader.loader import corpus_shares
+from data_utils.loader.extent_ahead import mixtures_ahead
+from data_utils.loader.loader import corpus_weights
 from data_utils.loader.mixture import quotas, samples_of_corpora
 from megatron_lite.checkpoint.trainer_state import TrainerState
 from megatron_lite.config.phase_plan import PhasePlan
@@ -77,7 +78,7 @@ def changed_corpora(config: Config, state: TrainerState) -> Change | None:
         return _changed_phases(config, state, old, new)
     # Weights count as they round to a number of samples in each block: equal numbers make equal samples.
     old_weights = [entry["weight"] for entry in before]
-    new_weights = corpus_shares(after, config.objective_choices)
+    (new_weights,) = phase_weights(config)
     if old == new and np.array_equal(quotas(old_weights), quotas(new_weights)):
         return None
     seed = derive_seed(config.training.seed, "train")
@@ -104,12 +105,37 @@ def changed_corpora(config: Config, state: TrainerState) -> Change | None:
         else:
             effects.append(f"{name} is new and would skip its first {start:,} samples")
     effects += [f"{name} is removed" for name in _removed(state, old, new)]
-    return _corpora_change(_shortened(effects), state) if effects else None
+    if not effects:
+        return None
+    change = _corpora_change(_shortened(effects), state)
+    return change._replace(remedy=_remedy_of_caps(state, [old_weights]) or change.remedy)
 
 
 def _shortened(effects: Sequence[str]) -> str:
     more = [f"and {len(effects) - _MAX_SHOWN} more"] if len(effects) > _MAX_SHOWN else []
     return "; ".join([*effects[:_MAX_SHOWN], *more])
+
+
+def _remedy_of_caps(state: TrainerState, weights: Sequence[Sequence[float]]) -> str | None:
+    """What helps where the length of the run has made weights, so that the corpora are not to blame; else None.
+
+    Args: weights: [phases][corpora], of the phases that have begun.
+    """
+    train = [build(CorpusConfig, corpus) for corpus in state.config.get("data", {}).get("train") or []]
+    if all(corpus.max_epochs is None for corpus in train):
+        return None
+    remedy = "Restore the number of steps and the batches, by which max_epochs changes the weights"
+    if any(corpus.objective for corpus in train):
+        return remedy  # weights of pairs are shares among their objective's corpora
+    if state.config.get("phases"):
+        named = [
+            ", ".join(f"{corpus.key}: {weight:.9g}" for corpus, weight in zip(train, each, strict=True))
+            for each in weights
+        ]
+        kept = "; ".join(f"phases[{number}].weights={{{each}}}" for number, each in enumerate(named))
+    else:
+        kept = f"weight: {', '.join(f'{weight:.9g}' for weight in weights[0])} in data.train"
+    return f"{remedy}, or keep the weights for any number of steps: {kept}, without tokens and max_epochs"
 
 
 def _corpora_change(effect: str, state: TrainerState) -> Change:
@@ -128,7 +154,8 @@ def _changed_phases(
         return Change("data.region", effect, f"Set data.region={old_region}")
     has_phases = bool(recorded.phases or config.phases)
     old_phases, new_phases = (
-        _begun_phases(each.phase_plan, state.step, has_phases) for each in (recorded, config)
+        _begun_phases(each.phase_plan, weights, state.step, has_phases)
+        for each, weights in ((recorded, _recorded_weights(recorded, state)), (config, phase_weights(config)))
     )
     seed = derive_seed(config.training.seed, "train")
     trained = np.zeros(len(old), np.int64)
@@ -153,7 +180,8 @@ def _changed_phases(
         "Keep the phases that have begun as in the run's config.yaml, and change only phases after step "
         f"{state.step}"
     )
-    return Change("the phase plan", _shortened(differences), remedy)
+    of_caps = _remedy_of_caps(state, [phase.weights for phase in old_phases])
+    return Change("the phase plan", _shortened(differences), of_caps or remedy)
 
 
 class _BegunPhase(NamedTuple):
@@ -164,19 +192,41 @@ class _BegunPhase(NamedTuple):
     settings: dict[str, Any]  # dotted key -> value
 
 
-def _begun_phases(phase_plan: PhasePlan, step: int, has_phases: bool) -> list[_BegunPhase]:
+def phase_weights(config: Config) -> list[list[float]]:
+    """The weights of each phase, in samples. Raises DataError where they depend on corpora that are not here."""
+    phase_plan = config.phase_plan
+    if not config.data.has_caps and not config.data.has_token_shares:
+        return [corpus_weights(each.data.train, each.objective_choices) for each in phase_plan.configs]
+    seed = config.training.seed
+    mixtures = mixtures_ahead(config.data, seed, config.objective_choices, phase_plan.samples)
+    return [[weight for _, weight in mixture.corpora] for mixture in mixtures]
+
+
+def _recorded_weights(recorded: Config, state: TrainerState) -> list[list[float]]:
+    """The weights of each phase that a checkpoint records; former versions have only weights that are settings."""
+    entries = [
+        entry.get("phase_weights", None if recorded.phases else [entry["weight"]])
+        for entry in state.data or []
+    ]
+    return phase_weights(recorded) if None in entries else [list(each) for each in zip(*entries, strict=True)]
+
+
+def _begun_phases(
+    phase_plan: PhasePlan, phase_weights: Sequence[Sequence[float]], step: int, has_phases: bool
+) -> list[_BegunPhase]:
     """The phases that begin before a step."""
     begun = []
-    starts = zip(phase_plan.first_steps, phase_plan.first_samples, phase_plan.configs, strict=False)
-    for first_step, first_sample, config in starts:
+    starts = zip(
+        phase_plan.first_steps, phase_plan.first_samples, phase_plan.configs, phase_weights, strict=False
+    )
+    for first_step, first_sample, config, weights in starts:
         # Phase 0 counts as begun before the first step too.
         if first_step < max(step, 1):
-            weights = corpus_shares(config.data.train, config.objective_choices)
             corpus_quotas = quotas(weights).tolist()
             while not corpus_quotas[-1]:
                 corpus_quotas.pop()  # of a corpus that is added later
             settings = _sample_settings(config, has_phases)
-            begun.append(_BegunPhase(first_step, first_sample, corpus_quotas, weights, settings))
+            begun.append(_BegunPhase(first_step, first_sample, corpus_quotas, list(weights), settings))
     return begun
 
 

@@ -91,7 +91,10 @@ def differing_settings(checkpoint: Checkpoint, config: Config) -> list[str]:
         ) from None
     unimportant: tuple[str, ...] = SAME_RUN
     paths = set(path_settings(Config))
-    old_weights, new_weights = ([corpus.weight for corpus in each.data.train] for each in (recorded, config))
+    old_weights, new_weights = (
+        [(corpus.weight, corpus.tokens, corpus.max_epochs) for corpus in each.data.train]
+        for each in (recorded, config)
+    )
     contents = [recorded_identity(entry) for entry in state.data or ()]
     # By content and not by path: corpora move, and the same texts are the same run.
     if old_weights == new_weights and _contents(config) == contents:

@@ -504,6 +504,30 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         ("data.train[0].decoder_prefix is b", "but decoder_tokenizer is null", "or the prefix to null"),
     ),
     "weight": (over("data.train=[{prefix: a, weight: -1}]"), ("data.train[0].weight is -1.0", "at least 0")),
+    "two units of shares": (
+        over("data.train=[{prefix: a, tokens: 0.3}, {prefix: b, weight: 1}]"),
+        ("data.train[0] sets tokens and data.train[1] weight", "tokens in all of the list", "weight alone"),
+    ),
+    "two units of one share": (
+        over("data.validation=[{prefix: a, tokens: 0.3, weight: 1}]"),
+        ("data.validation[0] sets tokens and data.validation[0] weight",),
+    ),
+    "a share beside one that is left out": (
+        over("data.train=[{prefix: a, tokens: 0.3}, {prefix: b}]"),
+        ("data.train[0] sets tokens and data.train[1] weight (1 where nothing is set)",),
+    ),
+    "shares of nothing": (
+        over("data.train=[{prefix: a, tokens: 0}]"),
+        ("all corpora of data.train have tokens 0",),
+    ),
+    "no epochs": (
+        over("data.train=[{prefix: a, max_epochs: 0}]"),
+        ("data.train[0].max_epochs is 0.0", "above 0"),
+    ),
+    "epochs of validation": (
+        over("data.validation=[{prefix: a, max_epochs: 2}, {prefix: b}]"),
+        ("data.validation[0].max_epochs is 2", "remove it"),
+    ),
     "sequence": (over("data.sequence_length=8"), ("data.sequence_length is 8", "at least 16")),
     "positions": (
         over("data.sequence_length=513"),

@@ -1,6 +1,7 @@
 """A run that is continued with other corpora, another order of them or other weights is refused, with exact numbers."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import yaml
 from support.commands import assert_refused, forked
 from support.distributed import run_ranks
 from support.project import small_run
-from support.training import fit
+from support.training import fit, records
 
 from data_utils.common.errors import CheckpointError
 from data_utils.common.random_streams import derive_seed
@@ -181,3 +182,42 @@ def test_a_run_goes_on_with_other_weights_only_if_told_so(corpus, tmp_path):
             for event in events
         )
         assert "(weight 0.9 of 1 -> 0.1 of 1)" in (tmp_path / run / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize("phases", [[], [{"steps": 2}, {"batch": {"global_batch_size": 4}}]])
+def test_a_capped_run_resumes_bit_for_bit_and_keeps_its_weights_when_it_is_longer(corpus, tmp_path, phases):
+    """More steps would make other weights. The refusal says the present ones, and with these the run goes on."""
+    train = [
+        {"prefix": str(corpus / "corpus_train"), "tokens": 0.2},
+        {"prefix": str(corpus / "corpus_validation"), "tokens": 0.8, "max_epochs": 0.4},
+    ]
+    changes = {"data": {"train": train, "validation": []}, "training": {"steps": 6}, "phases": phases}
+
+    def start(run, more):
+        tree = merge(merge(small_run(corpus, tmp_path / run), changes), more)
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+        return forked("pretrain_glm.py", "--config", str(tmp_path / "config.yaml"))
+
+    for run, steps in (("whole", 6), ("stopped", 3), ("stopped", 6)):
+        done = start(run, {"training": {"stop_after_step": steps}})
+        assert done.returncode == 0, done.stderr
+    assert records(tmp_path / "whole") == records(tmp_path / "stopped")
+    read = re.search(
+        r"corpus_validation: .*? ([\d,]+) windows; (\d+) samples .*read ([\d.]+) times", done.stdout
+    )
+    windows, samples, epochs = (float(number) for number in read.groups())
+    assert 0.4 * windows - 2 < samples <= 0.4 * windows and epochs == pytest.approx(
+        samples / windows, abs=0.005
+    )
+
+    longer = {"training": {"steps": 12}}
+    refused = start("stopped", longer)
+    assert_refused(refused, "by which max_epochs changes the weights")
+    numbers = re.findall(r"(?:corpus_train|weight): (\d+), (?:corpus_validation: )?(\d+)", refused.stderr)
+    kept = [dict(zip(("corpus_train", "corpus_validation"), map(int, pair), strict=True)) for pair in numbers]
+    assert [sum(weights.values()) for weights in kept] == [4096] * max(1, len(phases))
+    weights = [{"prefix": str(corpus / name), "weight": weight} for name, weight in kept[0].items()]
+    begun = [{**phase, "weights": same} for phase, same in zip(phases, kept, strict=False)]
+    done = start("stopped", merge(longer, {"data": {"train": weights}, "phases": begun}))
+    assert done.returncode == 0, done.stderr
+    assert list(records(tmp_path / "stopped")) == list(range(1, 13))

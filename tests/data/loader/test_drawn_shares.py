@@ -13,11 +13,12 @@ from support.word_families import CORPUS, PROSE, families
 from tokenizers import Regex, models, pre_tokenizers
 
 from data_utils.loader.config import CorpusConfig, DataConfig, PhaseSamples
-from data_utils.loader.drawn_shares import drawn_shares, word_shares
+from data_utils.loader.drawn_shares import drawn_shares
 from data_utils.loader.loader import open_datasets
 from data_utils.objectives import OBJECTIVES, ObjectiveChoice
 from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
 from data_utils.tokenizers.vocabulary import vocabulary_of
+from data_utils.tokenizers.word_shares import word_shares
 
 
 @pytest.fixture(scope="module")

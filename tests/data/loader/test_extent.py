@@ -25,6 +25,8 @@ from data_utils.objectives.interface import DOCUMENT_OVERHEAD
 from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
 from megatron_lite.config.tree import load_config
 
+CHOICES = [ObjectiveChoice("blank_infilling", BlankInfillingConfig())]
+
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory):
@@ -43,20 +45,24 @@ def test_tokens_and_epochs_are_those_of_the_samples(corpora):
     mixed = mixture(corpora, "a", "b")
     corpus, _, windows = mixed.locate(np.arange(5000))
     tokens = sum(len(mixed.indexes[c].gather(np.array([w]))[0]) for c, w in zip(corpus, windows, strict=True))
-    line, *warnings = extent([mixed], 5000, 8)
-    count = np.bincount(corpus)
-    assert line == (
-        f"training reads {tokens:,} tokens: {corpora}/a (3,600 tokens) {count[0] / 300:.2g} times, "
-        f"{corpora}/b (480 tokens) {count[1] / 40:.0f} times"
-    )
-    assert len(warnings) == 1 and warnings[0].startswith(
-        f"warning: {corpora}/b is read {count[1] / 40:.0f} times; "
-    )
+    line, *lines = extent([mixed], 5000, 8)
+    a, b = np.bincount(corpus)
+    assert line == f"training reads {tokens:,} tokens in 5,000 samples"
+    assert lines[:2] == [
+        f"{corpora}/a: 300 documents, 3,600 tokens, 300 windows; {a:,} samples ({a / 5000:.1%}), "
+        f"{12 * a / tokens:.1%} of the tokens, read {a / 300:.3g} times",
+        f"{corpora}/b: 40 documents, 480 tokens, 40 windows; {b:,} samples ({b / 5000:.1%}), "
+        f"{12 * b / tokens:.1%} of the tokens, read {b / 40:.0f} times",
+    ]
+    assert [warning.partition(";")[0] for warning in lines[2:]] == [
+        f"warning: {corpora}/a is read {a / 300:.3g} times",
+        f"warning: {corpora}/b is read {b / 40:.0f} times",
+    ]
 
 
 def test_one_window_for_a_whole_run_is_warned_of_twice(corpora):
-    _, *warnings = extent([mixture(corpora, "one")], 96_000, 8)
-    assert [warning.partition(";")[0] for warning in warnings] == [
+    *_, many, few = extent([mixture(corpora, "one")], 96_000, 8)
+    assert [warning.partition(";")[0] for warning in (many, few)] == [
         f"warning: {corpora}/one is read 96,000 times",
         f"warning: {corpora}/one has 12 tokens, 1 samples, fewer than the batch size (8), "
         "so one step reads the same text more than once.",
@@ -64,7 +70,8 @@ def test_one_window_for_a_whole_run_is_warned_of_twice(corpora):
 
 
 def test_few_epochs_are_not_warned_of(corpora):
-    assert len(list(extent([mixture(corpora, "a")], 300 * 40, 8))) == 1
+    lines = [list(extent([mixture(corpora, "a")], samples, 8)) for samples in (300 * 4, 300 * 4 + 30)]
+    assert [sum(line.startswith("warning: ") for line in each) for each in lines] == [0, 1]
 
 
 def test_a_start_tells_it_and_warns_of_validation_on_training_text(corpus, tmp_path):
@@ -73,18 +80,18 @@ def test_a_start_tells_it_and_warns_of_validation_on_training_text(corpus, tmp_p
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
     done = forked("pretrain_glm.py", "--config", tmp_path / "config.yaml")
     assert done.returncode == 0, done.stderr
-    assert "training reads " in done.stdout and f"tokens: {corpus}/corpus_train (" in done.stdout
+    assert "training reads " in done.stdout and f"{corpus}/corpus_train: " in done.stdout
     same = f"warning: the validation corpus {corpus}/corpus_train has the same tokens as the training corpus"
     assert same in done.stdout
 
 
 def test_a_dry_run_tells_it_where_the_corpora_are(corpora, tmp_path):
     data = DataConfig(train=(CorpusConfig(prefix=str(corpora / "a")),), sequence_length=16)
-    line, warning = extent_if_here(data, 7, 24_000, 8)
-    assert line == f"training reads 288,000 tokens: {corpora}/a (3,600 tokens) 80 times"
+    line, of_corpus, warning = extent_if_here(data, 7, 24_000, 8, CHOICES)
+    assert line == "training reads 288,000 tokens in 24,000 samples" and of_corpus.endswith("read 80 times")
     assert warning.startswith(f"warning: {corpora}/a is read 80 times")
     for missing in ((CorpusConfig(prefix="absent"),), ()):
-        (line,) = extent_if_here(DataConfig(train=missing), 7, 24_000, 8)
+        (line,) = extent_if_here(DataConfig(train=missing), 7, 24_000, 8, CHOICES)
         assert line.endswith("is not on this machine, so the number of epochs is unknown")
 
 
@@ -94,8 +101,7 @@ def test_one_data_set_under_two_names_is_warned_of(corpus, tmp_path):
         shutil.copyfile(f"{corpus / 'corpus_train'}{suffix}", f"{copy}{suffix}")
     train = tuple(CorpusConfig(prefix=str(prefix)) for prefix in (corpus / "corpus_train", copy))
     tokenizer = load_tokenizer(TokenizerConfig(kind="bert_wordpiece", path=str(corpus / "vocab.txt")))
-    choices = [ObjectiveChoice("blank_infilling", BlankInfillingConfig())]
-    (warning,) = overlap(open_datasets(DataConfig(train=train), choices, tokenizer, seed=3))
+    (warning,) = overlap(open_datasets(DataConfig(train=train), CHOICES, tokenizer, seed=3))
     assert f"the same tokens twice, as {corpus / 'corpus_train'} and {copy}" in warning
 
 
@@ -104,14 +110,15 @@ def test_each_phase_is_told_as_it_is_dealt(corpora):
     mixtures = [first, first.following(3000, [1, 0])]
     located = [first.locate(np.arange(3000)), mixtures[1].locate(np.arange(3000, 5000))]
     counts = [np.bincount(corpus, minlength=2) for corpus, _, _ in located]
-    whole, *phases = extent(mixtures, 5000, 8)
-    a, b = sum(counts) / (300, 40)
-    assert whole.endswith(f"a (3,600 tokens) {a:.0f} times, {corpora}/b (480 tokens) {b:.0f} times")
+    _, *of_corpora, first, second, _, _ = extent(mixtures, 5000, 8)
+    a, b = sum(counts)
+    assert f"; {a:,} samples (" in of_corpora[0] and of_corpora[0].endswith(f", read {a / 300:.0f} times")
+    assert f"; {b:,} samples (" in of_corpora[1] and of_corpora[1].endswith(f", read {b / 40:.0f} times")
     tokens = [int(count @ (12, 12)) for count in counts]
     a, b = counts[0] / (300, 40)
-    assert phases == [
-        f"phase 1 reads {tokens[0]:,} tokens: a {a:.2g} times, b {b:.0f} times",
-        f"phase 2 reads {tokens[1]:,} tokens: a {2000 / 300:.2g} times",
+    assert [first, second] == [
+        f"phase 1 reads {tokens[0]:,} tokens: a {a:.3g} times, b {b:.0f} times",
+        f"phase 2 reads {tokens[1]:,} tokens: a {2000 / 300:.3g} times",
     ]
 
 
@@ -132,7 +139,7 @@ def test_phases_of_several_lengths_are_told_as_they_are_read(corpora, tmp_path):
     assert done.returncode == 0, done.stderr
     told = [
         int(text.replace(",", ""))
-        for text in re.findall(r" reads ([-\d,]+) tokens: ", re.sub(r"\s+", " ", done.stdout))
+        for text in re.findall(r" reads ([-\d,]+) tokens", re.sub(r"\s+", " ", done.stdout))
     ]
     config = load_config([str(tmp_path / "config.yaml")], [])
     indexes = [WindowIndex(IndexedDataset(corpora / name), 40, DOCUMENT_OVERHEAD) for name in ("a", "b")]

@@ -19,8 +19,9 @@ from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.unmapped import FileTokens
 from data_utils.dataset.writer import IndexedDatasetWriter
 from data_utils.loader import sentences
-from data_utils.loader.config import CorpusConfig, DataConfig
+from data_utils.loader.config import CorpusConfig, DataConfig, PhaseSamples
 from data_utils.loader.extent import extent
+from data_utils.loader.extent_ahead import mixtures_ahead
 from data_utils.loader.loader import open_datasets
 from data_utils.loader.mixture import Mixture
 from data_utils.loader.sentences import SentenceIndex
@@ -187,8 +188,8 @@ def test_tokens_read_are_those_of_the_sentences_and_long_documents_are_warned_of
     )
     sentences = 4
     assert index.num_tokens == read + sentences  # their ends
-    whole, *warnings = extent([Mixture([(index, 1.0)], seed=7)], 10 * index.num_windows, 1)
-    assert whole.startswith(f"training reads {10 * index.num_tokens} tokens: ")
+    whole, _, *warnings = extent([Mixture([(index, 1.0)], seed=7)], 10 * index.num_windows, 1)
+    assert whole.startswith(f"training reads {10 * index.num_tokens} tokens ")
     assert warnings[0].startswith(f"warning: 3 of 8 documents of {tmp_path / 'd'} are longer")
     assert "scripts/split_sentences.py" in warnings[0]
 
@@ -218,6 +219,22 @@ def test_samples_of_a_run_with_one_tokenizer(corpus):
         assert written[-1] == [*read[-1], special.eop]
     assert sorted(read) == sorted(text for text in documents if len(text) <= 20)
     assert (opened.train.batch(np.array([5, 2]))[::-1] == batch[[2, 5]]).all()
+
+
+def test_caps_of_rows_are_known_before_the_corpora_are_opened(corpus):
+    tokenizer = load_tokenizer(TokenizerConfig(kind="bert_wordpiece", path=str(corpus / "vocab.txt")))
+    names = {"train": None, "validation": 3}
+    train = tuple(
+        CorpusConfig(prefix=str(corpus / f"corpus_{name}"), tokens=0.5, max_epochs=cap)
+        for name, cap in names.items()
+    )
+    data, choices = DataConfig(train=train, sequence_length=20), [ObjectiveChoice("optimus", OptimusConfig())]
+    phases = [PhaseSamples(0, data, choices, 400, 100)]
+    opened = open_datasets(data, choices, tokenizer, seed=3, phases=phases).train.mixture
+    (ahead,) = mixtures_ahead(data, 3, choices, phases)
+    assert ahead.quotas.tolist() == opened.quotas.tolist()
+    corpora = opened.locate(np.arange(400))[0]
+    assert np.bincount(corpora)[1] == 3 * opened.indexes[1].num_windows
 
 
 TEXTS = [
