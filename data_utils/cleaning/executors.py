@@ -25,7 +25,6 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
 from datatrove.executor.base import PipelineExecutor
@@ -151,7 +150,8 @@ def run_stage(stage: Stage, folders: WorkFolders, execution: Execution, job_name
 
     Raises: UserError of a task; DataError if a task failed otherwise or was killed, with the log that says why.
     """
-    executor = _make_executor(stage, folders, execution, job_name)
+    with _silent():
+        executor = _make_executor(stage, folders, execution, job_name)
     if not executor.get_incomplete_ranks():
         return
     cause = ""
@@ -174,9 +174,9 @@ def run_stage(stage: Stage, folders: WorkFolders, execution: Execution, job_name
         reason = _user_error_in(Path(log))
         if reason is not None:
             raise DataError(reason)
+        where = f"the log of the first is {log}" if Path(log).exists() else "the first did not begin"
         raise DataError(
-            f"the stage {stage.name} failed in {len(incomplete)} of {stage.tasks} tasks{cause}; the log of the first "
-            f"is {log}. {_AGAIN}"
+            f"the stage {stage.name} failed in {len(incomplete)} of {stage.tasks} tasks{cause}; {where}. {_AGAIN}"
         )
 
 
@@ -247,10 +247,10 @@ def job_name_of(output: Path) -> str:
 def executor_ready(execution: Execution, root: Path, job_name: str) -> Iterator[None]:
     """What an executor needs before its first stage, and after an error.
 
-    Raises: ConfigError without SLURM's commands; DataError while jobs of an earlier command run.
+    Raises: ConfigError without SLURM's commands or a Ray cluster; DataError while jobs of an earlier command run.
     """
     if execution.executor == "ray":
-        _start_ray()
+        _connect_to_ray()
     if execution.executor != "slurm":
         yield
         return
@@ -286,12 +286,21 @@ def _slurm(*command: str) -> str:
     return done.stdout
 
 
-def _start_ray() -> None:
+def _connect_to_ray() -> None:
+    """Raises ConfigError without a running cluster. None is started here: it would listen on the machine's address."""
     import ray
 
-    root: Any = str(Path(data_utils.__file__).resolve().parents[1])
-    # An address that RAY_ADDRESS names, or else this machine.
-    ray.init(
-        ignore_reinit_error=True, log_to_driver=False, include_dashboard=False, logging_level="ERROR",
-        runtime_env={"env_vars": {"PYTHONPATH": root}},
-    )  # fmt: skip
+    root = str(Path(data_utils.__file__).resolve().parents[1])
+    path = os.pathsep.join(
+        dict.fromkeys([root, *filter(None, sys.path)])
+    )  # workers import what this process does
+    try:
+        ray.init(
+            "auto", ignore_reinit_error=True, log_to_driver=False, logging_level="ERROR",
+            runtime_env={"env_vars": {"PYTHONPATH": path}},
+        )  # fmt: skip
+    except ConnectionError as error:
+        raise ConfigError(
+            f"--executor ray needs a running Ray cluster ({one_line(error, 100)}); run ray start --head, or choose "
+            "--executor local."
+        ) from None

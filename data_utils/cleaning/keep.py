@@ -19,6 +19,7 @@ from typing import Any
 from data_utils.common.setting_files import shorten
 
 MAX_CHARACTERS = 4000  # the parser's memory grows with the expression
+MAX_DEPTH = 50
 _WORDS = {"true": True, "false": False, "null": None}  # as YAML and JSON write them
 _EQUAL: dict[type[ast.cmpop], bool] = {ast.Eq: True, ast.NotEq: False}
 _ORDERED: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
@@ -70,13 +71,15 @@ def _parse(text: str) -> ast.expr:
     return tree
 
 
-def _check(node: ast.expr) -> None:
+def _check(node: ast.expr, depth: int = 0) -> None:
     """Raise ValueError unless `node` is an expression that is true or false."""
+    if depth > MAX_DEPTH:
+        raise ValueError("it is nested too deeply")
     if isinstance(node, ast.BoolOp):
         for value in node.values:
-            _check(value)
+            _check(value, depth + 1)
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        _check(node.operand)
+        _check(node.operand, depth + 1)
     elif isinstance(node, ast.Compare):
         _check_operand(node.left)
         for comparison, operand in zip(node.ops, node.comparators, strict=True):
