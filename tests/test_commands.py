@@ -53,6 +53,8 @@ TABLE = [
     Row("python scripts/train_tokenizer.py", HERE),
     Row("python scripts/preprocess_data.py", HERE),
     Row("python scripts/split_sentences.py", HERE),
+    Row("python scripts/clean_corpus.py --executor slurm", "tests/scripts/test_clean_corpus.py: needs SLURM"),
+    Row("python scripts/clean_corpus.py", HERE),
     Row("python scripts/dataset.py", HERE),
     Row("python scripts/inspect_batch.py", HERE),
     Row("python scripts/checkpoints.py", HERE),
