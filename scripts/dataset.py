@@ -151,6 +151,7 @@ def print_facts(manifest: Mapping[str, Any]) -> None:
         "bad_records",
         "duplicates",
         "contamination",
+        "cleaning",
         "entities",
     ):
         if value := manifest.get(key):
@@ -164,7 +165,16 @@ def described(key: str, value: Any) -> str:
     """An entry of a manifest in words."""
     if key == "tokenizer":
         return tokenizer_name(value)
+    if key == "cleaning":
+        return "; ".join(map(cleaned, value))
     return in_words(value)
+
+
+def cleaned(record: dict[str, Any]) -> str:
+    """The record of a cleaning run in words, without its thresholds."""
+    counts = {name: rule.get("documents") for name, rule in record.get("rules", {}).items()}
+    kept = f"{in_words(record['out']['documents'])} of {in_words(record['in']['documents'])} documents"
+    return f"{record['output']}, {kept}, rules: {in_words(counts) or 'none met a document'}"
 
 
 def in_words(value: Any) -> str:

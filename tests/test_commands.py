@@ -66,6 +66,8 @@ TABLE = [
     Row("python scripts/split_sentences.py", HERE),
     Row("python scripts/dataset.py push", "tests/data/storage/test_datasets.py: needs a bucket"),
     Row("python scripts/dataset.py verify s3:", "tests/data/storage/test_datasets.py: needs a bucket"),
+    Row("python scripts/clean_corpus.py --executor slurm", "tests/scripts/test_clean_corpus.py: needs SLURM"),
+    Row("python scripts/clean_corpus.py", HERE),
     Row("python scripts/dataset.py", HERE),
     Row("python scripts/inspect_batch.py", HERE),
     Row("python scripts/checkpoints.py", HERE),

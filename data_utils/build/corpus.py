@@ -48,6 +48,7 @@ from data_utils.corpus.documents import (
 from data_utils.corpus.inputs import expand_inputs
 from data_utils.corpus.mentions import KEPT
 from data_utils.corpus.stored_files import InputFile, stored_bytes
+from data_utils.dataset.cleaning_record import cleaning_records
 from data_utils.dataset.manifest import damaged, dataset_path, existing_files, read_manifest
 from data_utils.dataset.sources import described_sources
 from data_utils.dataset.writer import IndexedDatasetWriter, remove_dataset, token_dtype
@@ -120,6 +121,7 @@ def _start(
     evaluation_paths = expand_inputs(config.evaluation_inputs) if config.evaluation_inputs else []
     check_text_key(config.text_key, [*paths, *evaluation_paths])
     _sources(paths)  # refuses now what the manifest has no room for, not after hours of work
+    cleaning_records(paths)
     annotation_reader = open_annotation_reader(config, paths)
     prefixes = output_prefixes(config)
     directory = BuildDirectory(config.output)
@@ -477,4 +479,5 @@ def _manifest(
         "bad_record_examples": [str(location) for location in counts.examples],
         "empty_documents": counts.empty_documents,
         "blank_lines": counts.blank_lines,
+        **({"cleaning": records} if (records := cleaning_records(paths)) else {}),
     }

@@ -17,7 +17,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
-from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import RawArray, RawValue
 from typing import Any
@@ -31,6 +30,7 @@ from data_utils.build.ranks import Ranks
 from data_utils.build.shards import BuildDirectory, ShardWriter
 from data_utils.common.errors import DataError
 from data_utils.common.memory import return_freed_memory
+from data_utils.common.processes import exit_with_parent
 from data_utils.common.progress import progress_bar
 from data_utils.corpus.documents import (
     MAX_EXAMPLES,
@@ -407,20 +407,11 @@ _worker_state: tuple[ShardBuilder, Any]  # builder and stop flag, set once in ea
 def _start_worker(job: Job, make_tokenizer: Callable[[], Any], shared_progress: Any, stop_flag: Any) -> None:
     global _worker_state
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends its workers
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     progress = np.frombuffer(shared_progress, _PROGRESS)
     _worker_state = ShardBuilder(job, make_tokenizer(), progress), stop_flag
     return_freed_memory()
-
-
-def _exit_with_parent() -> None:
-    """End with the parent: a killed parent cannot end its workers, which would wait without end."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    connection.wait([parent.sentinel])
-    # Without cleaning up: the main thread may be in native code.
-    os._exit(1)
 
 
 def _build_shard_in_worker(number: int) -> ShardRecord:

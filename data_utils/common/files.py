@@ -137,13 +137,18 @@ def new_directory(output: Path) -> Iterator[Path]:
                 shutil.rmtree(partial)
             partial.mkdir()
             yield partial
-            _sync_tree(partial)
-            if output.exists():
-                output.rmdir()
-            os.rename(partial, output)
-            sync_directory(output.parent)
+            put_in_place(partial, output)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def put_in_place(directory: Path, output: Path) -> None:
+    """Sync a complete directory, and rename it to `output`, which may be an empty directory. Raises OSError."""
+    _sync_tree(directory)
+    if output.exists():
+        output.rmdir()
+    os.rename(directory, output)
+    sync_directory(output.parent)
 
 
 @contextlib.contextmanager

@@ -170,6 +170,10 @@ def _merged_manifest(datasets: Sequence[IndexedDataset]) -> dict[str, Any]:
     for manifest in manifests:
         for problem, count in manifest.get("bad_records", {}).items():
             bad[problem] = bad.get(problem, 0) + count
+    cleaning: list[Any] = []
+    for record in (record for manifest in manifests for record in manifest.get("cleaning", [])):
+        if record not in cleaning:
+            cleaning.append(record)
     return {
         **{key: manifests[0].get(key) for key in ("eos", "documents_end_with_eos", "tokenizer")},
         **joined_entities([manifest["entities"] for manifest in manifests if "entities" in manifest]),
@@ -183,6 +187,7 @@ def _merged_manifest(datasets: Sequence[IndexedDataset]) -> dict[str, Any]:
         ],
         **described_sources([source for manifest in manifests for source in sources_of(manifest)]),
         "bad_records": dict(sorted(bad.items())),
+        **({"cleaning": cleaning} if cleaning else {}),
     }
 
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html
 import re
+from collections.abc import Sequence
+
+from megatron_lite.report.style import STYLE
 
 # Characters that HTML forbids, and those that turn the direction of the text around them.
 _HIDDEN = re.compile(
@@ -47,3 +52,17 @@ def table(head: list[object], rows: list[list[object]], class_: str | None = Non
     top = element("thead", element("tr", *(element("th", cell, scope="col") for cell in head)))
     inner = element("table", top, element("tbody", *body), class_=class_)
     return element("div", inner, class_="scroll", tabindex="0")
+
+
+def whole_page(title: str, sections: Sequence[Html]) -> str:
+    """A page that is one file. Nothing is loaded: the browser refuses even what a mistake here would ask for."""
+    digest = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    head = joined(
+        Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
+        Html(f'<meta http-equiv="Content-Security-Policy" content="{policy}">'),
+        element("title", title),
+        element("style", Html(STYLE)),
+    )
+    body = element("body", element("main", *sections))
+    return f"<!doctype html>\n{element('html', element('head', head), body, lang='en')}\n"

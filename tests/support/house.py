@@ -22,6 +22,7 @@ ROOMS = (
     "data_utils.tasks.metrics",
     "data_utils.dataset",
     "data_utils.build",
+    "data_utils.cleaning",
     "data_utils.loader",
     "megatron_lite.config",
     "megatron_lite.parallel",

@@ -1,0 +1,90 @@
+"""What tasks of a cleaning run count: a small file for each step and task, and their sums.
+
+A file is written when the step has seen its last document, so a task that is done again replaces its files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from data_utils.common.errors import DataError
+from data_utils.common.files import write_atomically
+from data_utils.common.untrusted import parse_json, read_bounded
+from data_utils.corpus.documents import RecordCounts, SourceLocation
+
+EXAMPLES = 10  # of each rule
+EXAMPLE_CHARACTERS = 300  # of a document's text
+_MAX_BYTES = 256 << 20
+
+
+def text_bytes(text: str) -> int:
+    """The length of a text in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode())
+
+
+@dataclass(frozen=True, slots=True)
+class CountFile:
+    """The files of a step, `FOLDER/00017.json` for task 17."""
+
+    folder: Path
+
+    def write(self, task: int, counts: Mapping[str, Any]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        content = json.dumps(counts, default=asdict).encode()
+        write_atomically(self.folder / f"{task:05d}.json", content)
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """The counts of each task that wrote some, in the order of the tasks. Raises DataError for damage."""
+        for path in sorted(self.folder.glob("*.json")):
+            try:
+                counts = parse_json(read_bounded(path, _MAX_BYTES))
+            except (OSError, ValueError) as error:
+                raise DataError(f"{path} is damaged ({error}); discard the work with --restart.") from None
+            yield counts
+
+
+@dataclass(slots=True)
+class Rule:
+    """What a rule met: documents, their bytes of UTF-8 at that moment, and the first ten of the input."""
+
+    documents: int = 0
+    bytes: int = 0
+    examples: list[dict[str, Any]] = field(default_factory=list)  # source, start, line, text
+
+    def add(self, text: str, metadata: Mapping[str, Any]) -> None:
+        self.documents += 1
+        self.bytes += text_bytes(text)
+        if len(self.examples) < EXAMPLES:
+            location = {key: metadata[key] for key in ("source", "start", "line")}
+            self.examples.append({**location, "text": text[:EXAMPLE_CHARACTERS]})
+
+    def merge(self, other: Mapping[str, Any]) -> None:
+        self.documents += other["documents"]
+        self.bytes += other["bytes"]
+        self.examples += other["examples"][: EXAMPLES - len(self.examples)]
+
+
+def merged_rules(files: CountFile) -> dict[str, Rule]:
+    """The rules of a step, over all tasks, the most frequent first."""
+    rules: dict[str, Rule] = {}
+    for counts in files.read():
+        for name, rule in counts.items():
+            rules.setdefault(name, Rule()).merge(rule)
+    return dict(sorted(rules.items(), key=lambda item: (-item[1].documents, item[0])))
+
+
+def merged_records(files: CountFile) -> tuple[dict[str, Any], RecordCounts]:
+    """What readers read over all tasks: documents, bytes and the names of fields that occur; and the bad records."""
+    read: dict[str, Any] = {"documents": 0, "bytes": 0, "fields": set()}
+    records = RecordCounts()
+    for counts in files.read():
+        read["documents"] += counts["documents"]
+        read["bytes"] += counts["bytes"]
+        read["fields"].update(counts["fields"])
+        examples = [SourceLocation(**location) for location in counts["records"]["examples"]]
+        records.merge(RecordCounts(**{**counts["records"], "examples": examples}))
+    return read, records

@@ -1,0 +1,204 @@
+"""The first step of a pipeline: the documents of a task, by the readers of a corpus build.
+
+A task reads a run of the input, so the documents of task 0, 1, 2, ... follow each other in the order of the input, for
+any number of tasks. datatrove's own readers deal whole files out in turn, so what it chooses depends on that number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datatrove.data import Document, DocumentsPipeline
+from datatrove.pipeline.base import PipelineStep
+
+from data_utils.cleaning.counts import CountFile, text_bytes
+from data_utils.common.errors import DataError
+from data_utils.corpus.documents import (
+    FileRange,
+    ParsedBlock,
+    RecordBlock,
+    RecordCounts,
+    SourceLocation,
+    parse_block,
+    plan_shards,
+    read_blocks,
+)
+from data_utils.corpus.inputs import DELIMITERS, file_ending
+from data_utils.corpus.json_records import UnusableRecord, field_at, parse_json_object
+from data_utils.corpus.stored_files import stored_bytes
+
+_TABLE_ROWS = 512  # of a table, read at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How inputs are read; the names are those of a corpus build."""
+
+    text_key: str = "text"
+    text_split: str = "file"
+    on_bad_record: str = "error"
+    max_bad_records: int = 1000
+
+
+def ranges_of_tasks(paths: Sequence[Path], reading: Reading, tasks: int) -> list[list[FileRange]]:
+    """The input of each task: about equal shares by stored bytes, in the order of the input; the last may be empty."""
+    total = sum(map(stored_bytes, paths))
+    shards = plan_shards(paths, reading.text_split, max(-(-total // tasks), 1))
+    return shards + [[] for _ in range(tasks - len(shards))]
+
+
+class CorpusReader(PipelineStep):
+    """Yields the documents of a task, and stores what it read as counts.
+
+    A document's metadata has `source`, `start` and `line` (see SourceLocation), `task`, and `fields`: the values of the
+    fields that the recipe names, by name, those that the record has.
+    """
+
+    type = "📖 - READER"
+    name = "corpus"
+
+    def __init__(
+        self, ranges: Sequence[list[FileRange]], reading: Reading, fields: Sequence[str], counts: CountFile
+    ) -> None:
+        super().__init__()
+        self.ranges, self.reading, self.fields, self.counts = list(ranges), reading, tuple(fields), counts
+
+    def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
+        """Raises: DataError as `read_documents`; the limit of bad records is checked here for the task alone."""
+        records, documents, size = RecordCounts(), 0, 0
+        seen: set[str] = set()  # fields
+        reading, fields = self.reading, FieldReader(self.fields)
+        for block in read_blocks(self.ranges[rank], reading.text_key, reading.text_split):
+            parsed = parse_block(block, reading.text_key)
+            values = fields.read(block, parsed)
+            records.merge(parsed.counts)
+            records.enforce(reading.on_bad_record, reading.max_bad_records, reading.text_split)
+            for text, line, named in zip(parsed.texts, parsed.lines, values, strict=True):
+                documents, size = documents + 1, size + text_bytes(text)
+                seen.update(named)
+                yield Document(
+                    text=text,
+                    id=f"{block.source}:{block.start}:{line}",
+                    metadata={
+                        "source": block.source, "start": block.start, "line": line, "task": rank, "fields": named,
+                    },
+                )  # fmt: skip
+        self.counts.write(
+            rank, {"documents": documents, "bytes": size, "fields": sorted(seen), "records": records}
+        )
+
+
+class FieldReader:
+    """The values of other fields of the records of blocks, which come in the order of `read_blocks`.
+
+    Raises: DataError for a table without such a column.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = tuple(names)
+        self._source = ""
+        self._rows: Iterator[dict[str, Any]] = iter(())
+
+    def read(self, block: RecordBlock, parsed: ParsedBlock) -> list[dict[str, Any]]:
+        """The fields of each document of a block.
+
+        A record whose fields cannot be read goes from the documents of `parsed` to its bad records.
+        """
+        if not self._names or block.record_format not in ("jsonl", "rows"):
+            return [{} for _ in parsed.texts]
+        if block.record_format == "jsonl":
+            return self._of_lines(block, parsed)
+        if block.source != self._source:
+            self._source, self._rows = block.source, _table_rows(Path(block.source), self._names)
+        rows = [next(self._rows) for _ in range(block.num_lines)]
+        return [rows[line - block.first_line] for line in parsed.lines]
+
+    def _of_lines(self, block: RecordBlock, parsed: ParsedBlock) -> list[dict[str, Any]]:
+        assert isinstance(block.data, bytes)
+        lines, values, kept = block.data.split(b"\n"), [], []
+        for index, line in enumerate(parsed.lines):
+            try:
+                tree = parse_json_object(lines[line - block.first_line])
+            except UnusableRecord as error:
+                location = SourceLocation(block.source, line, str(error), block.start)
+                parsed.counts.add_bad(error.kind, location)
+                continue
+            kept.append(index)
+            values.append(_values(tree, self._names))
+        parsed.texts[:] = [parsed.texts[index] for index in kept]
+        parsed.lines[:] = [parsed.lines[index] for index in kept]
+        return values
+
+
+def _values(tree: Any, names: Sequence[str]) -> dict[str, Any]:
+    """The fields that are there and not null."""
+    values = {}
+    for name in names:
+        try:
+            value = field_at(tree, name)
+        except KeyError:
+            continue
+        if value is not None:
+            # Dates and the like of tables, as text: the output is JSON.
+            values[name] = value if isinstance(value, (str, int, float, bool, list, dict)) else str(value)
+    return values
+
+
+def _table_rows(path: Path, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The fields of each row of a table, in order."""
+    if file_ending(path) in DELIMITERS:
+        columns = [_column_of_text(path, name) for name in names]
+        for row in zip(*columns, strict=True):
+            yield {name: value for name, value in zip(names, row, strict=True) if value is not None}
+        return
+    for batch in _batches(path, names):
+        for row in batch.to_pylist():
+            yield _values(row, names)
+
+
+def _column_of_text(path: Path, name: str) -> Iterator[str | None]:
+    """A column of a .csv or .tsv file; None where the row is unusable."""
+    try:
+        for block in read_blocks([FileRange(path)], name):
+            assert isinstance(block.data, list)
+            assert isinstance(block.data, list)
+            for value in block.data:
+                yield None if isinstance(value, UnusableRecord) else value.decode("utf-8", "replace")
+    except DataError as error:
+        raise DataError(
+            f"the recipe names the field {name!r}: {str(error).replace('set --text-key to', 'name')}"
+        ) from None
+
+
+def _batches(path: Path, names: Sequence[str]) -> Iterator[Any]:
+    """Batches of rows of a parquet or Arrow file, of the columns in which the fields are."""
+    import pyarrow.ipc
+    import pyarrow.parquet
+
+    if file_ending(path) == ".parquet":
+        with pyarrow.parquet.ParquetFile(path) as file:
+            columns = _columns(path, file.schema_arrow.names, names)
+            yield from file.iter_batches(batch_size=_TABLE_ROWS, columns=columns)
+        return
+    with pyarrow.memory_map(str(path)) as source:
+        is_file = source.read(6) == b"ARROW1"
+        source.seek(0)
+        reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
+        columns = _columns(path, reader.schema.names, names)
+        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else iter(reader)
+        for batch in batches:
+            yield batch.select(columns)
+
+
+def _columns(path: Path, present: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The columns in which the fields are. Raises DataError for one that is nowhere."""
+    columns = {name: name if name in present else name.partition(".")[0] for name in names}
+    for name, column in columns.items():
+        if column not in present:
+            raise DataError(
+                f"{path}: there is no column {name!r}, which the recipe names; the columns are {', '.join(present)}."
+            )
+    return list(dict.fromkeys(columns.values()))

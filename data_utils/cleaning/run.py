@@ -1,0 +1,376 @@
+"""A cleaning run from its options to its output.
+
+    OUTPUT/text/00000.jsonl ...   the clean text, in the order of the input
+    OUTPUT/manifest.json          the record: rules, thresholds, counts, versions
+    OUTPUT/report.json, .html     counts and ten examples of each rule
+    OUTPUT.cleaning/              the work: plan.json, data, logs and counts of the stages; removed at the end
+
+The output is renamed into place when it is complete. What changes it is in the plan, so the same command continues, and
+another is refused. The output does not depend on workers or the executor; the number of tasks only cuts it into other
+files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from data_utils.build.contamination import NGRAM_WORDS, EvaluationTexts
+from data_utils.cleaning.counts import Rule, merged_records, merged_rules
+from data_utils.cleaning.recipe import RecipeFile
+from data_utils.common.errors import ConfigError, DataError
+from data_utils.common.files import disk_errors, locked, put_in_place, require_new_directory, write_atomically
+from data_utils.common.settings import leaves, to_tree
+from data_utils.common.untrusted import parse_json, read_bounded
+from data_utils.corpus.documents import (
+    FileRange,
+    check_options,
+    check_text_key,
+    lines_before,
+    read_document_files,
+)
+from data_utils.corpus.inputs import expand_inputs
+from data_utils.dataset.cleaning_record import FILE, TEXT, record_bytes
+
+if TYPE_CHECKING:
+    from data_utils.cleaning.executors import Execution
+    from data_utils.cleaning.reader import Reading
+    from data_utils.cleaning.stages import Inputs, WorkFolders
+
+_PLAN_VERSION = 1
+_PLAN = "plan.json"
+_MAX_BYTES = 256 << 20  # of a plan
+_PACKAGES = ("datatrove", "regex", "dill", "loguru")  # datatrove 0.10 imports regex and does not say so
+
+
+def require_datatrove() -> None:
+    """Raise ConfigError unless the packages of this command are installed. Loads none of them."""
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"cleaning needs the package {missing[0]}, which is not installed; run pip install .[clean] in the "
+            "checkout."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CleaningConfig:
+    """The options that decide the output, with `tasks`, which decides its files. Raises ConfigError."""
+
+    recipe: RecipeFile
+    inputs: Sequence[str]  # files and globs
+    output: Path
+    evaluation_inputs: Sequence[str] = ()
+    held_out: Sequence[str] = ()
+    reading: Reading
+    tasks: int = 1
+    restart: bool = False  # discard what a stopped command left
+
+    def __post_init__(self) -> None:
+        from data_utils.cleaning.stages import MAX_TASKS
+
+        reading, recipe = self.reading, self.recipe.recipe
+        check_options(reading.text_split, reading.on_bad_record, reading.max_bad_records)
+        problems = []
+        if not 1 <= self.tasks <= MAX_TASKS:
+            problems.append(f"--tasks is {self.tasks}; it must be in [1, {MAX_TASKS}]")
+        if self.held_out and recipe.near_duplicates is None:
+            problems.append(
+                f"--held-out is given, but {self.recipe.path} has no near_duplicates, by which copies of these texts "
+                "are found; add near_duplicates: {} to the recipe"
+            )
+        if recipe.is_empty and not self.evaluation_inputs:
+            problems.append(
+                f"{self.recipe.path} removes nothing; give it keep, filters, exact_duplicates or near_duplicates, or "
+                "give --decontaminate"
+            )
+        if problems:
+            raise ConfigError(f"{'. '.join(problems)}.")
+
+
+def clean_corpus(
+    config: CleaningConfig,
+    execution: Execution,
+    page: Callable[[Mapping[str, Any]], str],
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Clean a text; see the module docstring.
+
+    Args: page: makes report.html of the report. say: called with a line on each stage.
+    Returns: the report.
+    Raises: ConfigError; DataError for bad input, output that exists or cannot be written, another run that was started
+        and not finished, a task that failed.
+    """
+    output = Path(os.path.abspath(config.output))
+    work = output.with_name(f"{output.name}.cleaning")
+    with disk_errors(output), locked(output):
+        inputs = _read_inputs(config)
+        plan = _plan(config, inputs)
+        report = _finished_before(output, work, plan)
+        if report is not None:
+            return report
+        require_new_directory(output)
+        report = _run_stages(config, execution, inputs, plan, work, say)
+        report_bytes = json.dumps(report, indent=1, ensure_ascii=False).encode() + b"\n"
+        write_atomically(work / "output/report.json", report_bytes)
+        write_atomically(work / "output/report.html", page(report).encode())
+        put_in_place(work / "output", output)
+        _remove(work)
+    return report
+
+
+def _remove(work: Path) -> None:
+    """Remove the work, the plan last: with it, a command that is killed meanwhile can be repeated."""
+    for entry in work.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry)
+    shutil.rmtree(work)
+
+
+def _read_inputs(config: CleaningConfig) -> Inputs:
+    from data_utils.cleaning.stages import Inputs
+
+    reading = config.reading
+    paths = expand_inputs(config.inputs)
+    held_out = expand_inputs(config.held_out) if config.held_out else []
+    evaluation_paths = expand_inputs(config.evaluation_inputs) if config.evaluation_inputs else []
+    check_text_key(reading.text_key, [*paths, *held_out, *evaluation_paths])
+    among = {(state.st_dev, state.st_ino) for state in (path.stat() for path in paths)}
+    for option, others in (("--held-out", held_out), ("--decontaminate", evaluation_paths)):
+        for path in others:
+            if (path.stat().st_dev, path.stat().st_ino) in among:
+                raise DataError(
+                    f"{option} {path} is also an --input, all of which it would remove; name it once."
+                )
+    evaluation = None
+    if evaluation_paths:
+        documents = read_document_files(evaluation_paths, **asdict(reading))
+        evaluation = EvaluationTexts(list(documents))
+    return Inputs(paths, held_out, evaluation, reading)
+
+
+def _plan(config: CleaningConfig, inputs: Inputs) -> dict[str, Any]:
+    """Everything that the files of the stages depend on."""
+    plan = {
+        "version": _PLAN_VERSION,
+        "datatrove": importlib.metadata.version("datatrove"),
+        "recipe": to_tree(config.recipe.recipe),
+        # to_tree keeps the order, but mappings compare without it.
+        "filters": list(config.recipe.recipe.filters.chosen),
+        **asdict(config.reading),
+        "tasks": config.tasks,
+        "decontaminate": inputs.evaluation and inputs.evaluation.fingerprint,
+        "held-out": [_identity(path) for path in inputs.held_out],
+        "input": [_identity(path) for path in inputs.paths],
+    }
+    return json.loads(json.dumps(plan))
+
+
+def _identity(path: Path) -> list[Any]:
+    state = path.stat()
+    return [str(path.absolute()), state.st_size, state.st_mtime_ns]
+
+
+def _finished_before(output: Path, work: Path, plan: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The report of a run that was killed when its output was in place and only its work was left to remove."""
+    if (work / "output").exists() or not (output / FILE).exists() or _read_plan(work) != plan:
+        return None
+    report = parse_json(read_bounded(output / "report.json", _MAX_BYTES))
+    _remove(work)
+    return report
+
+
+def _read_plan(work: Path) -> Any:
+    """The plan of the work that was begun; None without any. Raises DataError for damage."""
+    try:
+        return parse_json(read_bounded(work / _PLAN, _MAX_BYTES))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise DataError(f"{work / _PLAN} {error}; discard the work with --restart.") from None
+
+
+def _open_work(work: Path, plan: Mapping[str, Any], restart: bool) -> None:
+    """Begin the work, or continue it. Raises DataError if work with another plan was begun."""
+    if work.exists() and (not work.is_dir() or (any(work.iterdir()) and not (work / _PLAN).exists())):
+        raise DataError(f"{work} is not the work of a cleaning run, but has its name; move it away.")
+    if restart and work.exists():
+        shutil.rmtree(work)
+    started = _read_plan(work)
+    if started is not None and started != plan:
+        raise DataError(
+            f"{work} holds the unfinished work of a run with {_difference(started, plan)}; repeat the original "
+            "command, or discard the work with --restart."
+        )
+    if started is None:
+        # For its owner alone: jobs of SLURM load from there the pipeline that they run, as datatrove pickles it.
+        work.mkdir(mode=0o700, exist_ok=True)
+        write_atomically(work / _PLAN, json.dumps(plan, indent=1).encode())
+    (work / "output" / TEXT).mkdir(parents=True, exist_ok=True)
+
+
+def _difference(started: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
+    old, new = dict(leaves(started)), dict(leaves(plan))
+    key = next(key for key in {**old, **new} if old.get(key) != new.get(key))
+    if key in ("input", "held-out"):
+        names = [{entry[0] for entry in files.get(key) or []} for files in (old, new)]
+        changed = sorted(entry[0] for entry in old.get(key) or [] if entry not in (new.get(key) or []))
+        return (
+            f"other --{key} files"
+            if names[0] != names[1] or not changed
+            else f"another version of {changed[0]}"
+        )
+    if key == "decontaminate":
+        return "other --decontaminate texts"
+    if key.startswith("recipe.") or key == "filters":
+        return f"another recipe ({key.removeprefix('recipe.')} differs)"
+    return f"{key} {old.get(key)!r} instead of {new.get(key)!r}"
+
+
+def _run_stages(
+    config: CleaningConfig,
+    execution: Execution,
+    inputs: Inputs,
+    plan: Mapping[str, Any],
+    work: Path,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Run what is not complete, and write the record. Returns the report."""
+    from data_utils.cleaning.executors import executor_ready, job_name_of, run_stage
+    from data_utils.cleaning.stages import WorkFolders, make_stages
+
+    folders = WorkFolders(work)
+    stages = make_stages(config.recipe.recipe, inputs, folders, config.tasks)
+    job_name = job_name_of(work)
+    with executor_ready(execution, work, job_name):  # no job of an earlier command works there now
+        _open_work(work, plan, config.restart)
+        try:
+            for number, stage in enumerate(stages, 1):
+                say(f"stage {number} of {len(stages)}: {stage.name} ({stage.tasks} tasks)")
+                run_stage(stage, folders, execution, job_name)
+                if number == 1:
+                    _check_read(config, folders)
+            report, files = _report(config, inputs, folders)
+        except BaseException as error:
+            if isinstance(error, _UselessWork) or not any((work / "logs").glob("*/completions/*")):
+                _remove(work)  # nothing to continue
+            raise
+    facts = {key: value for key, value in report.items() if key != "rules"}
+    facts["rules"] = {
+        name: {key: rule[key] for key in ("documents", "bytes", "removed")}
+        for name, rule in report["rules"].items()
+    }
+    write_atomically(work / "output" / FILE, record_bytes(facts, files))
+    return report
+
+
+class _UselessWork(DataError):
+    """The same command fails again, and no other can use the work."""
+
+
+def _check_read(config: CleaningConfig, folders: WorkFolders) -> None:
+    """Raise DataError for what only shows when all records are read: too many bad ones, a field that none has."""
+    read, records = merged_records(folders.counts("read"))
+    reading = config.reading
+    records.enforce(reading.on_bad_record, reading.max_bad_records, reading.text_split)
+    if not read["documents"]:
+        raise _UselessWork(
+            f"the input has no document ({records.empty_documents} empty documents, {records.blank_lines} blank lines, "
+            f"{records.num_bad} bad records); check --input and --text-key."
+        )
+    for name in config.recipe.recipe.field_names:
+        if name not in read["fields"]:
+            raise _UselessWork(
+                f"{config.recipe.path} names the field {name!r}, but none of the {read['documents']:,} documents has "
+                "it; correct the name, or clean other text."
+            )
+
+
+def _report(
+    config: CleaningConfig, inputs: Inputs, folders: WorkFolders
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """The report, and the files of text with their bytes. No times and no machine: equal runs give equal bytes."""
+    from data_utils.cleaning.stages import removal_steps
+
+    recipe = config.recipe.recipe
+    read, records = merged_records(folders.counts("read"))
+    written = list(folders.counts("written").read())
+    rules: dict[str, dict[str, Any]] = {}
+    for step in removal_steps(recipe, inputs.evaluation is not None):
+        removes = step != "contamination" or recipe.contaminated == "remove"
+        # What c4 left without text is counted by a step of its own.
+        for name in [step, "c4.empty"] if step == "c4" else [step]:
+            for rule, counts in merged_rules(folders.counts(f"removed/{name}")).items():
+                rules[rule] = {**_rule(counts, config.reading.text_split), "removed": removes}
+    report = {
+        "recipe": to_tree(recipe),
+        "recipe_file": {"name": config.recipe.path.name, "sha256": config.recipe.sha256},
+        "versions": {name: importlib.metadata.version(name) for name in ("datatrove", "numpy", "regex")},
+        "in": {"documents": read["documents"], "bytes": read["bytes"]},
+        "out": {
+            "documents": sum(counts["documents"] for counts in written),
+            "bytes": sum(counts["bytes"] for counts in written),
+        },
+        "records": {
+            "bad": dict(sorted(records.bad.items())),
+            "empty_documents": records.empty_documents,
+            "blank_lines": records.blank_lines,
+        },
+        "rules": rules,
+    }
+    if inputs.evaluation is not None:
+        report["evaluation"] = {
+            "texts": inputs.evaluation.num_texts,
+            "texts_too_short": inputs.evaluation.num_too_short,
+            "words": NGRAM_WORDS,
+            "fingerprint": inputs.evaluation.fingerprint,
+        }
+    if inputs.held_out:
+        held_out, _ = merged_records(folders.counts("held_out"))
+        report["held_out"] = {"documents": held_out["documents"], "bytes": held_out["bytes"]}
+    files = {counts["file"]: counts["file_bytes"] for counts in written if counts["documents"]}
+    _require_whole(report, folders, files)
+    return report, files
+
+
+def _rule(counts: Rule, text_split: str) -> dict[str, Any]:
+    return {
+        "documents": counts.documents,
+        "bytes": counts.bytes,
+        "examples": [
+            {"at": _location(example, text_split), "text": example["text"]} for example in counts.examples
+        ],
+    }
+
+
+def _location(example: Mapping[str, Any], text_split: str) -> str:
+    before = 0
+    with contextlib.suppress(DataError):  # the input may be gone by now
+        before = lines_before(FileRange(Path(example["source"]), example["start"]), text_split)
+    return f"{example['source']}:{example['line'] + before}"
+
+
+def _require_whole(report: Mapping[str, Any], folders: WorkFolders, files: Mapping[str, int]) -> None:
+    """Raise DataError unless every document that was read is removed or written, and all that was written is there."""
+    removed = sum(rule["documents"] for rule in report["rules"].values() if rule["removed"])
+    if not report["out"]["documents"] and removed == report["in"]["documents"]:
+        largest = max(report["rules"].items(), key=lambda item: item[1]["documents"])
+        raise _UselessWork(
+            f"no document is left of {removed:,}; the rule that removed most is {largest[0]} "
+            f"({largest[1]['documents']:,}); set other thresholds."
+        )
+    text = folders.output / TEXT
+    is_whole = removed + report["out"]["documents"] == report["in"]["documents"]
+    if not is_whole or any((text / name).stat().st_size != size for name, size in files.items()):
+        raise DataError(
+            f"the work in {folders.root} is damaged: {report['in']['documents']:,} documents were read, {removed:,} "
+            f"removed and {report['out']['documents']:,} written; discard it with --restart."
+        )

@@ -1,0 +1,208 @@
+"""Filters equal datatrove's own classes on the same texts, near-duplicates its example and the formula."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+from datatrove.data import Document
+from datatrove.pipeline.filters import (
+    C4ParagraphFilter,
+    C4QualityFilter,
+    FineWebQualityFilter,
+    GopherQualityFilter,
+    GopherRepetitionFilter,
+)
+from datatrove.utils.hashing import HashConfig, create_hash_func
+from datatrove.utils.text import ngrams, simplify_text
+from support import cleaning
+
+from data_utils.cleaning.filters import SpaceWords
+
+SPACES = cleaning.Spaces()
+CLASSES = {
+    "gopher_quality": GopherQualityFilter(language=SPACES, min_doc_words=20),
+    "gopher_repetition": GopherRepetitionFilter(language=SPACES),
+    "c4": C4QualityFilter(language=SPACES, min_num_sentences=2, filter_no_terminal_punct=False),
+    "c4_paragraphs": C4ParagraphFilter(),
+    "fineweb": FineWebQualityFilter(language=SPACES),
+}
+FILTERS = {
+    "gopher_quality": {"min_doc_words": 20},
+    "gopher_repetition": {},
+    "c4": {"min_num_sentences": 2, "filter_no_terminal_punct": False},
+    "c4_paragraphs": {},
+    "fineweb": {},
+}
+
+
+def filtered(name, texts):
+    """What datatrove's class makes of texts, and how many it removes for which reason."""
+    kept, reasons = [], {}
+    for text in texts:
+        document = Document(text, "")
+        result = CLASSES[name].filter(document)
+        if result is True:
+            kept.append(document.text)
+        else:
+            reasons[f"{name}: {result[1]}"] = reasons.get(f"{name}: {result[1]}", 0) + 1
+    return kept, reasons
+
+
+@pytest.mark.parametrize(
+    "names", [[name] for name in FILTERS] + [["c4", "fineweb"], ["fineweb", "c4"]], ids="-".join
+)
+def test_filters_equal_datatroves_classes(tmp_path, names):
+    """Texts, removals by reason, bytes, and examples; several run in the order of the recipe."""
+    texts = cleaning.prose()
+    cleaning.write_lines(tmp_path / "raw.jsonl", texts)
+    filters = {name: FILTERS[name] for name in names}
+    found = cleaning.cleaned(tmp_path, "out", "--input", "raw.jsonl", "--tasks", 2, filters=filters)
+    expected, reasons = texts, {}
+    for name in names:
+        expected, removed = filtered(name, expected)
+        reasons |= removed
+    assert cleaning.texts(found) == expected and 0 < len(expected) < len(texts)
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    rules = report["rules"]
+    assert {name: rule["documents"] for name, rule in rules.items()} == reasons
+    assert report["in"] == {"documents": len(texts), "bytes": sum(len(text.encode()) for text in texts)}
+    assert report["out"] == {
+        "documents": len(expected),
+        "bytes": sum(len(text.encode()) for text in expected),
+    }
+    first = next(text for text in texts if CLASSES[names[0]].filter(Document(text, "")) is not True)
+    places = {example["at"]: example["text"] for rule in rules.values() for example in rule["examples"]}
+    assert places[f"raw.jsonl:{texts.index(first) + 1}"] == first[:300]
+    assert all(len(rule["examples"]) == min(rule["documents"], 10) for rule in rules.values())
+
+
+def test_chinese_characters_are_words_and_other_words_are_cut_at_spaces():
+    words = SpaceWords()
+    assert words.word_tokenize("It's a  test,\nisn't it?") == ["It's", "a", "test,", "isn't", "it?"]
+    assert words.word_tokenize("GLM是自回归 é\u00a0ü") == ["GLM", "是", "自", "回", "归", "é", "ü"]
+
+
+def test_a_text_of_which_c4_leaves_nothing_is_removed(tmp_path):
+    cleaning.write_lines(tmp_path / "raw.jsonl", ["no end", "One whole line stays."])
+    filters = {
+        "c4": {"min_num_sentences": None},
+        "gopher_quality": {"min_doc_words": None, "min_stop_words": None},
+    }
+    found = cleaning.cleaned(tmp_path, "out", "--input", "raw.jsonl", filters=filters)
+    assert cleaning.texts(found) == ["One whole line stays."]
+    rules = json.loads((tmp_path / "out/report.json").read_text())["rules"]
+    assert {name: rule["documents"] for name, rule in rules.items()} == {"c4: no line is left": 1}
+
+
+LENGTH, PAIRS = 64, 250
+SHARED = [44, 50, 54, 58, 62]  # words that a pair shares: a Jaccard similarity of 0.5 to 0.94
+
+
+def test_near_duplicates_are_found_as_the_formula_says(tmp_path):
+    """Within four standard deviations; texts of other pairs never fall together."""
+    generator = random.Random(7)
+    pairs = {shared: [cleaning.pair(generator, LENGTH, shared) for _ in range(PAIRS)] for shared in SHARED}
+    texts = [text for group in pairs.values() for one in group for text in one]
+    generator.shuffle(texts)
+    cleaning.write_lines(tmp_path / "raw.jsonl", texts)
+    kept = set(cleaning.texts(cleaning.cleaned(tmp_path, "out", "--input", "raw.jsonl", near_duplicates={})))
+    for shared, group in pairs.items():
+        expected = 1 - (1 - cleaning.similarity(LENGTH, shared) ** 8) ** 14
+        found = sum(first not in kept or second not in kept for first, second in group)
+        assert all(first in kept or second in kept for first, second in group)
+        deviation = math.sqrt(PAIRS * expected * (1 - expected))
+        assert abs(found - PAIRS * expected) <= 4 * deviation + 1, (shared, found, expected)
+
+
+@pytest.fixture(scope="module")
+def families():
+    """Texts with families of near-duplicates, chains of them, exact copies, and texts that are too short."""
+    generator = random.Random(11)
+    texts = [
+        text for shared in SHARED for _ in range(30) for text in cleaning.pair(generator, LENGTH, shared)
+    ]
+    for text in texts[:40]:
+        for position in (5, 30):  # a chain: each differs from the one before
+            words = texts[-1].split() if position == 30 else text.split()
+            words[position] = "changed"
+            texts.append(" ".join(words))
+    texts += [*texts[:10], "too short", "too short"]
+    generator.shuffle(texts)
+    return texts
+
+
+@pytest.mark.parametrize("tasks", [1, 2, 4])
+def test_survivors_equal_datatroves_example_for_any_number_of_tasks(tmp_path, families, tasks):
+    cleaning.write_lines(tmp_path / "raw.jsonl", families)
+    options = ["--input", "raw.jsonl", "--tasks", tasks, "--workers", tasks]
+    found = cleaning.texts(cleaning.cleaned(tmp_path, "out", *options, near_duplicates={}))
+    assert found == cleaning.without_near_duplicates(tmp_path / "reference", families)
+    again = cleaning.without_near_duplicates(tmp_path / "again", found)
+    assert again == found and found.count("too short") == 2  # nothing similar is left
+
+
+def test_exact_duplicates_keep_the_first_of_the_input(tmp_path, families):
+    numbers = np.arange(len(families)).tolist()
+    cleaning.write_lines(tmp_path / "raw.jsonl", families, number=numbers)
+    for tasks in (1, 3):
+        settings = {"exact_duplicates": True, "fields": ["number"]}
+        found = cleaning.cleaned(
+            tmp_path, f"out{tasks}", "--input", "raw.jsonl", "--tasks", tasks, **settings
+        )
+        first = {text: number for text, number in reversed(list(zip(families, numbers, strict=True)))}
+        assert {record["text"]: record["number"] for record in found} == first
+        assert [record["number"] for record in found] == sorted(first.values())
+
+
+def test_held_out_texts_and_their_near_copies_are_not_in_the_output(tmp_path, families):
+    """A family with a held-out member is gone; all else is what it is without them."""
+    held, rest = families[:100], families[100:]
+    cleaning.write_lines(tmp_path / "held.jsonl", held)
+    cleaning.write_lines(tmp_path / "raw.jsonl", rest)
+    options = ["--input", "raw.jsonl", "--held-out", "held.jsonl"]
+    found = cleaning.texts(cleaning.cleaned(tmp_path, "out", *options, "--tasks", 3, near_duplicates={}))
+    assert 0 < len(found) < len(rest)
+    # By datatrove alone: no text that is kept is similar to a held-out one.
+    joint = cleaning.without_near_duplicates(tmp_path / "reference", held)
+    assert cleaning.without_near_duplicates(tmp_path / "both", joint + found) == joint + found
+    plain = set(
+        cleaning.texts(cleaning.cleaned(tmp_path, "plain", "--input", "raw.jsonl", near_duplicates={}))
+    )
+    assert set(found) <= plain
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert report["held_out"]["documents"] == len(held)
+
+
+def thirteen_words(text):
+    """Hashes of the 13-grams of a text, as datatrove's decontamination makes them."""
+    hashed = create_hash_func(HashConfig(precision=64, hash_fc="sha1"))
+    return {hashed(" ".join(gram)) for gram in ngrams(simplify_text(text).split(), 13)}
+
+
+@pytest.mark.parametrize("contaminated", ["remove", "report"])
+def test_texts_that_share_13_words_with_evaluation_texts(tmp_path, contaminated):
+    generator = random.Random(5)
+    questions = [" ".join(cleaning.words(generator, 40)) for _ in range(20)]
+    texts = [" ".join(cleaning.words(generator, 60)) for _ in range(60)]
+    for i, question in enumerate(questions):
+        words = texts[i].split()
+        count = 12 + i % 3  # of 12 words, one fewer than is looked for, to 14
+        words[20 : 20 + count] = [f"({word.upper()})," for word in question.split()[5 : 5 + count]]
+        texts[i] = " ".join(words)
+    generator.shuffle(texts)
+    cleaning.write_lines(tmp_path / "eval.jsonl", [*questions, "short"])
+    cleaning.write_lines(tmp_path / "raw.jsonl", texts)
+    options = ["--input", "raw.jsonl", "--decontaminate", "eval.jsonl"]
+    found = cleaning.texts(cleaning.cleaned(tmp_path, "out", *options, contaminated=contaminated))
+    known = set.union(*map(thirteen_words, questions))
+    clean = [text for text in texts if not thirteen_words(text) & known]
+    assert len(clean) == len(texts) - 13
+    assert found == (clean if contaminated == "remove" else texts)
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    rule = report["rules"]["contamination"]
+    assert (rule["documents"], rule["removed"]) == (13, contaminated == "remove")
+    assert (report["evaluation"]["texts"], report["evaluation"]["texts_too_short"]) == (21, 1)

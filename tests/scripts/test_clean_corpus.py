@@ -1,0 +1,492 @@
+"""The command from raw text to a dataset: any number of tasks, kills, other formats, mistakes, jobs of SLURM."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+from functools import partial
+from html.parser import HTMLParser
+
+import pyarrow as pa
+import pytest
+import zstandard
+from pyarrow import ipc, parquet
+from support import cleaning
+from support.commands import Forked, assert_refused, forked
+from support.project import ROOT
+from support.slurm_cluster import reason_to_skip, running_cluster
+from support.waiting import wait_until
+
+from data_utils.common.files import open_locked
+from data_utils.dataset.indexed_dataset import IndexedDataset
+
+LENGTH = 40
+SETTINGS = {
+    "keep": 'language == "en" and score >= 3',
+    "fields": ["url"],
+    "filters": {"gopher_quality": {"min_doc_words": 10, "min_stop_words": None}},
+    "exact_duplicates": True,
+    "near_duplicates": {},
+}
+
+
+def crawl(count=80):
+    """Rows of a small crawl: some in another language or of a low score, short ones, copies and near copies."""
+    generator = random.Random(2)
+    texts = [text for _ in range(count // 2) for text in cleaning.pair(generator, LENGTH, LENGTH - 2)]
+    texts += texts[:10] + ["few words"] * 5
+    generator.shuffle(texts)
+    return [
+        {
+            "text": text, "language": "de" if i % 7 == 0 else "en", "score": 2.5 if i % 11 == 0 else 3 + i % 2,
+            "url": f"u{i}",
+        }
+        for i, text in enumerate(texts)
+    ]  # fmt: skip
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def raw(tmp_path):
+    write(tmp_path / "raw.jsonl", crawl())
+    cleaning.recipe(tmp_path, **SETTINGS)
+    return tmp_path
+
+
+COMMAND = ["--recipe", "recipe.yaml", "--workers", "2"]
+
+
+def run(directory, *arguments):
+    return forked(cleaning.SCRIPT, *COMMAND, *arguments, cwd=directory)
+
+
+def tree(directory):
+    return {
+        str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()
+    }
+
+
+def test_any_number_of_tasks_gives_the_same_text_and_report(raw):
+    outputs = []
+    for tasks in (1, 2, 5):
+        found = cleaning.cleaned(raw, f"out{tasks}", *COMMAND[:2], "--input", "raw.jsonl", "--tasks", tasks)
+        files = tree(raw / f"out{tasks}")
+        outputs.append((found, files["report.json"], files["report.html"]))
+        assert sorted(files)[:3] == ["manifest.json", "report.html", "report.json"]
+    assert outputs[0] == outputs[1] == outputs[2]
+    found, report = outputs[0][0], json.loads(outputs[0][1])
+    assert all(set(record) == {"text", "url"} for record in found)
+    removed = {name: rule["documents"] for name, rule in report["rules"].items()}
+    rows = crawl()
+    kept = [row for row in rows if row["language"] == "en" and row["score"] >= 3]
+    assert removed["keep"] == len(rows) - len(kept)
+    assert removed["gopher_quality: gopher_short_doc"] == sum(row["text"] == "few words" for row in kept)
+    longer = [row["text"] for row in kept if row["text"] != "few words"]
+    assert removed["exact_duplicates"] == len(longer) - len(set(longer))
+    assert removed["near_duplicates"] == len(set(longer)) - len(found) > 0
+    assert not list(raw.glob("*.cleaning")) and not list(raw.glob(".*"))
+
+
+def as_table(rows):
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    meta = [{"url": url} for url in columns.pop("url")]
+    return pa.table({**columns, "meta": meta})
+
+
+def write_other(path, rows):
+    """Rows in the format that a name tells."""
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(lines))
+    elif path.suffix == ".zst":
+        path.write_bytes(zstandard.compress(lines))
+    elif path.suffix == ".parquet":
+        parquet.write_table(as_table(rows), path, row_group_size=17)
+    elif path.suffix == ".arrow":
+        with ipc.new_file(path, as_table(rows).schema) as file:
+            file.write_table(as_table(rows), max_chunksize=17)
+    else:
+        names = ["language", "text", "score", "url"]
+        path.write_text(
+            "\n".join(",".join(map(str, row)) for row in [names, *([r[n] for n in names] for r in rows)])
+        )
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.arrow", "a.csv"])
+def test_other_formats_give_the_same_text(raw, name):
+    """With fields of tables, in columns within others, and numbers that are text."""
+    expected = cleaning.cleaned(raw, "expected", *COMMAND[:2], "--input", "raw.jsonl")
+    write_other(raw / name, crawl())
+    nested = name.endswith((".parquet", ".arrow"))
+    settings = {**SETTINGS, "fields": ["meta.url" if nested else "url"]}
+    found = cleaning.cleaned(raw, "out", "--input", name, "--tasks", 2, **settings)
+    assert cleaning.texts(found) == cleaning.texts(expected)
+    key = "meta.url" if nested else "url"
+    assert [record[key] for record in found] == [record["url"] for record in expected]
+
+
+def test_plain_text_and_bad_records_are_read_as_a_build_reads_them(tmp_path):
+    generator = random.Random(1)
+    texts = [" ".join(cleaning.words(generator, 8)) for _ in range(6)]
+    (tmp_path / "a.txt").write_text("\n\n".join([*texts[:4], texts[0]]))
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": texts[4]}) + '\n{"text": 3}\n{"text": ""}\n\n')
+    options = ["--input", "a.txt", "b.jsonl", "--text-split", "blank_lines"]
+    done = cleaning.clean(tmp_path, *options, "--output", "out", exact_duplicates=True)
+    assert_stopped(done, r"b.jsonl:2: ")
+    shutil.rmtree(tmp_path / "out.cleaning", ignore_errors=True)
+    options += ["--on-bad-record", "skip"]
+    found = cleaning.cleaned(tmp_path, "out", *options, exact_duplicates=True)
+    assert cleaning.texts(found) == texts[:5]
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert report["records"] == {"bad": {"field_not_text": 1}, "empty_documents": 1, "blank_lines": 1}
+
+
+def assert_stopped(done, message):
+    """One line on stderr, after the lines on stages."""
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, (
+        done.stderr
+    )
+    assert message in done.stderr
+
+
+def is_done(output, finished, goal):
+    return output.exists() or finished() >= goal
+
+
+def test_a_killed_command_continues_and_ends_with_the_same_output(raw):
+    """kill -9 after one, two, ... finished tasks; no process is left over, and the lock is free again."""
+    write(raw / "raw.jsonl", crawl(400))
+    options = [*COMMAND, "--input", "raw.jsonl", "--tasks", "3"]
+
+    def finished():
+        return len(list(raw.glob("out.cleaning/logs/*/completions/*")))
+
+    goal, kills = 1, 0
+    while True:
+        command = Forked(cleaning.SCRIPT, *options, "--output", "out", cwd=raw)
+        wait_until(partial(is_done, raw / "out", finished, goal), what="another task is finished")
+        if (raw / "out").exists():
+            assert command.result().returncode == 0
+            break
+        goal, kills = finished() + 4, kills + 1
+        os.kill(command.pid, signal.SIGKILL)
+        assert command.result().returncode == -signal.SIGKILL
+    assert kills >= 2
+    assert run(raw, *options[4:], "--output", "straight").returncode == 0
+    assert tree(raw / "out") == tree(raw / "straight")
+    assert sorted(path.name for path in raw.iterdir()) == ["out", "raw.jsonl", "recipe.yaml", "straight"]
+
+
+def leave_work(raw):
+    """Work of a command that was killed after the first task."""
+    command = Forked(
+        cleaning.SCRIPT, *COMMAND, "--input", "raw.jsonl", "--tasks", "4", "--output", "out", cwd=raw
+    )
+    work = raw / "out.cleaning"
+    wait_until(lambda: list(work.glob("logs/*/completions/*")), what="a task is finished")
+    os.kill(command.pid, signal.SIGKILL)
+    assert command.result().returncode == -signal.SIGKILL
+    wait_until(partial(is_free, raw / ".out.megatron_lite_lock"), what="its workers are gone")
+
+
+def is_free(lock):
+    try:
+        os.close(open_locked(lock))
+    except BlockingIOError:
+        return False
+    return True
+
+
+def test_work_of_another_run_is_refused(raw):
+    leave_work(raw)
+    options = ["--input", "raw.jsonl", "--output", "out", "--tasks", "4"]
+    before = tree(raw)
+    write(raw / "other.jsonl", crawl(20))
+    for changed, message in (
+        ([*options, "--tasks", "2"], "tasks 4 instead of 2"),
+        (["--input", "other.jsonl", *options[2:]], "other --input files"),
+        ([*options, "--text-key", "url"], "text_key"),
+        ([*options, "--held-out", "other.jsonl"], "other --held-out files"),
+    ):
+        assert_refused(run(raw, *changed), message)
+    cleaning.recipe(raw, **{**SETTINGS, "near_duplicates": {"n_grams": 4}})
+    assert_refused(run(raw, *options), "near_duplicates.n_grams")
+    cleaning.recipe(raw, **SETTINGS)
+    os.utime(raw / "raw.jsonl", (1, 1))
+    assert_refused(run(raw, *options), "another version of")
+    assert {name: data for name, data in tree(raw).items() if "out.cleaning" in name} == {
+        name: data for name, data in before.items() if "out.cleaning" in name
+    }
+    assert run(raw, *options, "--restart").returncode == 0
+
+
+def test_a_second_command_waits_for_nobody(raw):
+    """While one writes an output, another is refused; an output that exists is never replaced."""
+    command = Forked(cleaning.SCRIPT, *COMMAND, "--input", "raw.jsonl", "--output", "out", cwd=raw)
+    wait_until(lambda: (raw / "out.cleaning").exists(), what="the work begins")
+    second = run(raw, "--input", "raw.jsonl", "--output", "out")
+    assert second.returncode == 2 and command.result().returncode == 0
+    before = tree(raw / "out")
+    assert_refused(run(raw, "--input", "raw.jsonl", "--output", "out"), "already exists")
+    assert tree(raw / "out") == before
+
+
+def test_a_killed_worker_is_one_line(raw):
+    """datatrove's own pool would wait for it without end."""
+    write(raw / "raw.jsonl", crawl(4000))
+    command = Forked(cleaning.SCRIPT, *COMMAND, "--input", "raw.jsonl", "--output", "out", cwd=raw)
+
+    def workers():
+        path = f"/proc/{command.pid}/task/{command.pid}/children"
+        return [int(word) for word in open(path).read().split()]
+
+    wait_until(workers, what="a worker runs")
+    os.kill(workers()[0], signal.SIGKILL)
+    done = command.result()
+    assert_stopped(done, "worker process")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--input", "absent.jsonl"], "absent.jsonl does not exist"),
+        (["--tasks", "0", "--workers", "0"], "--workers is 0"),
+        (["--tasks", "0"], "--tasks is 0"),
+        (["--executor", "dask"], "--executor is 'dask'"),
+        (["--partition", "cpu"], "--partition is given"),
+        (["--executor", "slurm", "--partition", "a;b"], "--partition is 'a;b'"),
+        (["--executor", "slurm", "--partition", "a", "--time", "long"], "--time is 'long'"),
+        (
+            ["--executor", "slurm", "--partition", "a", "--time", "9", "--cpus-per-task", "0"],
+            "--cpus-per-task is 0",
+        ),
+        (["--held-out", "raw.jsonl"], "--held-out raw.jsonl is also an --input"),
+        (["--decontaminate", "raw.jsonl"], "--decontaminate raw.jsonl is also an --input"),
+        (["--recipe", "absent"], "absent"),
+        (["--output", "raw.jsonl"], "raw.jsonl already exists"),
+        (["--text-split", "words"], "invalid choice"),
+        (["--max-bad-records", "-1"], "max_bad_records is -1"),
+    ],
+)
+def test_mistakes_are_one_line_and_leave_nothing(raw, arguments, message):
+    given = ["--input", "raw.jsonl", "--output", "out", *arguments]
+    assert_refused(run(raw, *given), message)
+    assert sorted(path.name for path in raw.iterdir()) == ["raw.jsonl", "recipe.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"keep": "lang == 'en'"}, "the field 'lang', but none of"),
+        ({"fields": ["adress"]}, "removes nothing"),
+        ({"exact_duplicates": True, "fields": ["adress"]}, "the field 'adress'"),
+        ({"filters": {"gopher_quality": {"min_doc_words": 1000}}}, "no document is left of"),
+        ({"contaminated": "report"}, "removes nothing"),
+        ({"words": "spacy", "language": "none", "exact_duplicates": True}, "language is 'none'"),
+    ],
+)
+def test_recipes_that_cannot_help_are_one_line(raw, settings, message):
+    done = cleaning.clean(raw, "--input", "raw.jsonl", "--output", "out", **settings)
+    assert_stopped(done, message)
+    assert sorted(path.name for path in raw.iterdir()) == ["raw.jsonl", "recipe.yaml"]
+
+
+def test_columns_that_a_table_has_not_are_one_line(raw):
+    write_other(raw / "a.parquet", crawl())
+    write_other(raw / "a.csv", crawl())
+    for name in ("a.parquet", "a.csv"):
+        done = cleaning.clean(raw, "--input", name, "--output", name[2:], keep="lang == 'en'")
+        assert_stopped(done, "there is no column 'lang'")
+
+
+def test_without_datatrove_the_remedy_is_named(raw):
+    """Its package is hidden in a new process."""
+    hidden = raw / "hidden"
+    hidden.mkdir()
+    (hidden / "sitecustomize.py").write_text(
+        "import importlib.util as u\nfind = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name == 'datatrove' else find(name, *a)\n"
+    )
+    command = [sys.executable, ROOT / cleaning.SCRIPT, *COMMAND, "--input", "raw.jsonl", "--output", "out"]
+    environment = {**os.environ, "PYTHONPATH": str(hidden)}
+    done = subprocess.run(command, cwd=raw, env=environment, capture_output=True, text=True)
+    assert_refused(done, "pip install .[clean]")
+
+
+def test_torch_is_not_loaded(raw):
+    code = (
+        "import sys\nfrom scripts.clean_corpus import main\n"
+        "main(sys.argv[1:])\nprint([name for name in sys.modules if name.split('.')[0] in ('torch', 'transformers')])"
+    )
+    arguments = [*COMMAND, "--input", "raw.jsonl", "--output", "out"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, cwd=raw, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.endswith("\n[]\n"), done.stderr
+
+
+class Page(HTMLParser):
+    """Elements and text of a page."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.texts = [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+def test_the_report_shows_examples_and_runs_nothing(tmp_path):
+    evil = "<script>alert(1)</script> <img src=x> & 'quotes' \u202e turned"
+    cleaning.write_lines(tmp_path / "raw.jsonl", [evil, "one two three four five six"])
+    filters = {"gopher_quality": {"min_doc_words": 6, "min_stop_words": None, "max_avg_word_length": 8}}
+    cleaning.cleaned(tmp_path, "out", "--input", "raw.jsonl", filters=filters)
+    page = Page((tmp_path / "out/report.html").read_text())
+    tags = [tag for tag, _ in page.tags]
+    assert "script" not in tags and "img" not in tags and "link" not in tags
+    assert not any("src" in attributes or "href" in attributes for _, attributes in page.tags)
+    assert "raw.jsonl:1" in page.texts and any(text.startswith("<script>alert(1)") for text in page.texts)
+    policy = [a["content"] for tag, a in page.tags if tag == "meta" and "http-equiv" in a]
+    assert policy and "default-src 'none'" in policy[0]
+
+
+WORDS = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    *"abcdefghijklmnopqrst",
+    *(f"##{c}" for c in "abcdefghijklmnopqrst"),
+]
+TOKENIZER = ["--tokenizer-kind", "bert_wordpiece", "--tokenizer-path", "vocab.txt", "--workers", "1"]
+
+
+def build(directory, *arguments):
+    return forked("scripts/preprocess_data.py", *TOKENIZER, *arguments, cwd=directory)
+
+
+def test_a_dataset_records_how_its_text_was_cleaned(raw):
+    """Also after a merge; splits hold no near copies of each other; a changed text is refused."""
+    (raw / "vocab.txt").write_text("\n".join(WORDS) + "\n")
+    found = cleaning.cleaned(raw, "out", *COMMAND[:2], "--input", "raw.jsonl", "--tasks", 2)
+    done = build(
+        raw, "--input", "out/text/*.jsonl", "--output", "data/c", "--split", "train=0.6,validation=0.4"
+    )
+    assert done.returncode == 0, done.stderr
+    written = json.loads((raw / "out/manifest.json").read_text())
+    for split in ("train", "validation"):
+        (record,) = IndexedDataset(raw / f"data/c_{split}").manifest["cleaning"]
+        assert record.pop("output") == "out"
+        assert record == {key: value for key, value in written.items() if key != "files"}
+    assert written["out"]["documents"] == len(found) and written["recipe"]["keep"] == SETTINGS["keep"]
+    assert written["versions"]["datatrove"] and len(written["recipe_file"]["sha256"]) == 64
+    # What was split apart is not similar, by datatrove's own steps.
+    texts = cleaning.texts(found)
+    assert cleaning.without_near_duplicates(raw / "reference", texts) == texts
+    merge = ["merge", "data/c_train", "data/c_validation", "--output", "data/m"]
+    assert forked("scripts/dataset.py", *merge, cwd=raw).returncode == 0
+    done = forked("scripts/dataset.py", "inspect", "data/m", "--documents", "0", cwd=raw)
+    assert done.returncode == 0 and "near_duplicates" in done.stdout
+    with (raw / "out/text/00000.jsonl").open("a") as file:
+        file.write('{"text": "added later"}\n')
+    refused = build(raw, "--input", "out/text/*.jsonl", "--output", "data/d")
+    assert_refused(refused, "out/text/00000.jsonl is not as the cleaning run wrote it")
+    shutil.move(raw / "out/text", raw / "text")
+    assert build(raw, "--input", "text/*.jsonl", "--output", "data/d").returncode == 0
+    assert "cleaning" not in IndexedDataset(raw / "data/d").manifest
+
+
+STUB = """#!/bin/bash
+# A stand-in for SLURM's {name}: runs the tasks of an array one after another, here.
+{body}
+"""
+SBATCH = """script="${@: -1}"
+echo "$script" >> "$(dirname "$0")/calls"
+last=$(sed -n 's/^#SBATCH --array=0-\\([0-9]*\\).*/\\1/p' "$script")
+status=0
+for task in $(seq 0 "$last"); do
+    SLURM_ARRAY_TASK_ID=$task SLURM_NODELIST=localhost bash "$script" >/dev/null 2>&1 || status=1
+done
+echo "Submitted batch job 7"
+exit $status"""
+
+
+@pytest.fixture
+def stub(tmp_path_factory):
+    """A PATH on which sbatch runs its script at once."""
+    folder = tmp_path_factory.mktemp("slurm")
+    bodies = {"sbatch": SBATCH, "squeue": "cat \"$(dirname \"$0\")/queue\" 2>/dev/null; exit 0", "scancel": "exit 0",
+              "scontrol": "echo localhost"}  # fmt: skip
+    for name, body in bodies.items():
+        path = folder / name
+        path.write_text(STUB.format(name=name, body=body))
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return folder
+
+
+SLURM = ["--executor", "slurm", "--partition", "all", "--time", "10"]
+
+
+def on_slurm(raw, folder, *arguments):
+    path = f"{folder}:{os.environ['PATH']}"
+    return forked(cleaning.SCRIPT, *COMMAND, *SLURM, "--input", "raw.jsonl", *arguments, cwd=raw, PATH=path)
+
+
+def test_job_scripts_of_slurm_give_the_same_output(raw, stub):
+    cleaning.recipe(raw, keep=SETTINGS["keep"], exact_duplicates=True)
+    done = on_slurm(raw, stub, "--output", "jobs", "--tasks", "2")
+    assert done.returncode == 0, done.stderr
+    assert run(raw, "--input", "raw.jsonl", "--output", "here", "--tasks", "2").returncode == 0
+    assert tree(raw / "jobs") == tree(raw / "here")
+    assert len((stub / "calls").read_text().splitlines()) == 3  # stages, each of which is one array
+
+
+def test_a_mistake_in_a_job_is_one_line(raw, stub):
+    (raw / "raw.jsonl").write_text('{"text": 3}\n')
+    cleaning.recipe(raw, exact_duplicates=True)
+    assert_stopped(on_slurm(raw, stub, "--output", "out", "--tasks", "1"), "raw.jsonl:1: ")
+
+
+def test_running_jobs_of_an_earlier_command_are_not_joined(raw, stub):
+    (stub / "queue").write_text("12_[0-3]\n")
+    assert_refused(on_slurm(raw, stub, "--output", "out"), "12_[0-3]")
+    assert not (stub / "calls").exists() and not (raw / "out.cleaning").exists()
+
+
+def test_slurm_needs_its_commands(raw):
+    done = forked(
+        cleaning.SCRIPT, *COMMAND, *SLURM, "--input", "raw.jsonl", "--output", "out", cwd=raw, PATH="/nowhere"
+    )
+    assert_refused(done, "there is no squeue")
+
+
+@pytest.mark.slow
+@pytest.mark.launcher
+def test_a_real_slurm_gives_the_same_output(raw):
+    """All stages, on two nodes. Minutes: sbatch --wait asks every ten seconds whether a stage is done."""
+    reason = reason_to_skip()
+    if reason is not None:
+        pytest.skip(reason)
+    options = [*COMMAND, "--input", "raw.jsonl", "--tasks", "3"]
+    with running_cluster() as cluster:
+        command = [sys.executable, ROOT / cleaning.SCRIPT, *options, *SLURM, "--gigabytes-per-cpu", "1"]
+        command += ["--output", "jobs"]
+        done = subprocess.run(command, cwd=raw, env=cluster.environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{done.stderr}{cluster.logs()}"
+    assert run(raw, *options[4:], "--output", "here").returncode == 0
+    assert tree(raw / "jobs") == tree(raw / "here")
