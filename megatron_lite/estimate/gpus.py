@@ -67,13 +67,14 @@ class Gpu:
         is_whole = members_of_a_node >= GPUS_PER_NODE
         return min(self.link_gbs, self.node_gbs if is_whole else members_of_a_node * self.network_gbs)
 
-    def describe(self) -> str:
-        """The constants in a line, as every output states them."""
+    def describe(self, attention: str = "fa2") -> str:
+        """The constants in a line, as every output states them. Args: attention: see `training.attention`."""
+        forward, backward = self.attention_tflops(attention, 64)
         return (
             f"{self.name}: peak {self.peak_tflops:g} TFLOP/s, {self.memory_gib:g} GiB; data sheet values, not "
             f"measured (sources: megatron_lite/estimate/gpus.yaml): {self.processors} SMs, matrix products in "
             f"full waves {self.matmul_tflops:g} TFLOP/s, memory {self.bandwidth_tbs:g} TB/s, attention "
-            f"{self.flash_64[0]:g}/{self.flash_64[1]:g} TFLOP/s forward/backward; bandwidth {self.link_gbs:g} "
+            f"{forward:g}/{backward:g} TFLOP/s forward/backward; bandwidth {self.link_gbs:g} "
             f"GB/s within a node, {self.network_gbs:g} GB/s per GPU between nodes, {self.node_gbs:g} GB/s "
             "between whole nodes"
         )
