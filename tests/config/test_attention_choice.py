@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 import yaml
 from support.commands import assert_refused, forked, pretrain
 from support.configs import tiny
@@ -10,6 +13,9 @@ from support.configs import tiny
 from data_utils.common.errors import ConfigError
 from data_utils.common.settings import merge
 from megatron_lite.config.attention import IMPLEMENTATIONS, choose, misfits, with_choice
+from megatron_lite.metrics.reports import start_line
+from megatron_lite.model.attention_choice import set_attention
+from megatron_lite.model.kernels import varlen_kernels
 
 FREE = "model.attention_dropout=0.0"
 VOLTA, AMPERE, ADA, HOPPER, BLACKWELL, CONSUMER = (7, 0), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)
@@ -146,3 +152,31 @@ def test_a_dry_run_refuses_what_the_gpu_does_not_run():
     done = pretrain("--config", "configs/tiny.yaml", "--dry-run", "1", "--gpu", "a100",
                     "model.vocab_size=128", "training.precision=bf16", FREE, "training.attention=fa3")  # fmt: skip
     assert_refused(done, "this GPU has compute capability 8.0")
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """The context of a process on such a GPU."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
+    one = SimpleNamespace(size=1)
+    return SimpleNamespace(device=torch.device("cuda"), pp=one, dp=one, tp=one)
+
+
+def test_the_line_of_a_start_names_the_implementation(on_hopper, installed):
+    config = tiny("training.precision=bf16", FREE, "model.vocab_size=128")
+    assert "cuda, attention fa2 (not fa3: the package flash_attn_3 is" in start_line(config, on_hopper, 0)
+    installed("fa3")
+    assert "cuda, attention fa3 (compute capability 9.0) |" in start_line(config, on_hopper, 0)
+    on_hopper.device = torch.device("cpu")
+    assert "attention" not in start_line(config, on_hopper, 0)
+
+
+@pytest.mark.parametrize("name", ["auto", "fa3", "fa4"])
+def test_a_start_activates_the_implementation_by_torchs_switch(on_hopper, installed, monkeypatch, name):
+    installed("fa3", "fa4")
+    activated = []
+    monkeypatch.setattr(varlen_kernels, "activate_flash_attention_impl", activated.append)
+    monkeypatch.setattr(varlen_kernels, "_implementation", "fa2")
+    set_attention(tiny("training.precision=bf16", FREE, f"training.attention={name}"), on_hopper.device)
+    assert activated == ["FA4" if name == "fa4" else "FA3"]
+    assert varlen_kernels.attention_in_use() == activated[0].lower()
