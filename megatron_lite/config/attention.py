@@ -3,8 +3,8 @@
 Needs no torch, so that settings are refused before it is imported.
 
 fa2 (FlashAttention 2) and torch (the memory-efficient kernel) are in torch. fa3 and fa4 are packages, which a switch of
-torch puts in place of fa2. Sources of the limits: torch/nn/attention/_fa3.py and _fa4.py of torch 2.13, and of the
-packages hopper/flash_api.cpp and flash_attn/cute/interface.py of August 2026.
+torch puts in place of fa2. Sources of the limits: torch.nn.attention._fa3 and _fa4 of torch 2.13, and of the packages
+flash_api.cpp of hopper and flash_attn.cute.interface of August 2026.
 
 Kernels of this program compute what no implementation can: a bias of the scores, and a mask that must be evaluated.
 """
@@ -188,7 +188,7 @@ def choose(config: Config, capability: Capability) -> Choice:
                 f"capability {gpu}; set training.attention to auto."
             )
         return Choice(name, "as training.attention says")
-    reasons = []
+    reasons: list[str] = []
     for candidate in _candidates(capability):
         package, found = IMPLEMENTATIONS[candidate].package, misfits(candidate, config)
         if package is not None and not package.is_installed:

@@ -63,7 +63,7 @@ def use_attention(name: str, activate: bool = True) -> None:
 
 
 @functools.cache
-def _public_forward() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+def _public_forward() -> Callable[..., Any]:
     """torch's function, which writes the output into its first argument and returns it and the log of the sums."""
     # Its module imports torch's compiler, which takes more than a second: a CPU never calls it.
     from torch.nn.attention.varlen import AuxRequest, varlen_attn_out
