@@ -387,11 +387,7 @@ DOCUMENT, LONG = 512, 16384  # tokens: of a document in a step, and of one whose
 
 def implementations(capability: Capability) -> list[str]:
     """The implementations of attention that this machine has."""
-    return [
-        name
-        for name, each in IMPLEMENTATIONS.items()
-        if each.runs_on(capability) and (each.package is None or each.package.is_installed)
-    ]
+    return [name for name, each in IMPLEMENTATIONS.items() if each.runs_on(capability) and each.is_here]
 
 
 def attention_launch(documents: int, length: int, device: torch.device) -> VarlenLaunch:

@@ -199,9 +199,7 @@ def look_at_machine() -> dict[str, Any]:
     machine = json.loads(done.stdout)
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
     commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    attention = [
-        name for name, one in IMPLEMENTATIONS.items() if one.package is None or one.package.is_installed
-    ]
+    attention = [name for name, one in IMPLEMENTATIONS.items() if one.is_here]
     return {**machine, "attention": attention, "commit": commit or "unknown"}
 
 

@@ -11,10 +11,9 @@ Kernels of this program compute what no implementation can: a bias of the scores
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from data_utils.common.errors import ConfigError
@@ -28,18 +27,26 @@ class Package:
     """Where an implementation comes from that is not part of torch."""
 
     name: str
-    file: str  # of the module that torch imports, below a folder of the import path
     install: str
+    versions: tuple[str, str] | None = (
+        None  # the first and the last that torch 2.13 calls correctly; None = any
+    )
 
     @property
-    def is_installed(self) -> bool:
-        # Found, not imported: an import loads torch and CUDA.
-        spec = importlib.util.find_spec(Path(self.file).parts[0].removesuffix(".py"))
-        if spec is None:
-            return False
-        folders = list(spec.submodule_search_locations or ())
-        inner = Path(*Path(self.file).parts[1:])
-        return not folders or any((Path(folder) / inner).is_file() for folder in folders)
+    def problem(self) -> str | None:
+        """Why it cannot be used here, None if it can."""
+        # By its name: packages of FlashAttention 2 may bring a folder of fa4's modules.
+        try:
+            version = importlib.metadata.version(self.name)
+        except importlib.metadata.PackageNotFoundError:
+            return "is not installed"
+        if self.versions is not None and importlib.metadata.version("torch").startswith("2.13."):
+            from packaging.version import Version  # few starts need it
+
+            first, last = self.versions
+            if not Version(first) <= Version(version) <= Version(last):
+                return f"has version {version}, and torch 2.13 calls only {first} to {last} correctly"
+        return None
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,11 @@ class Implementation:
     largest_deterministic_head: int = 256
     package: Package | None = None
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this machine has it, whatever its GPU."""
+        return self.package is None or self.package.problem is None
+
 
 IMPLEMENTATIONS = {
     "fa3": Implementation(
@@ -63,7 +75,6 @@ IMPLEMENTATIONS = {
         largest_deterministic_head=192,
         package=Package(
             "flash_attn_3",
-            "flash_attn_interface.py",
             "install it from the directory hopper of https://github.com/Dao-AILab/flash-attention",
         ),
     ),
@@ -72,7 +83,8 @@ IMPLEMENTATIONS = {
         lambda capability: capability[0] in (9, 10),
         largest_head=128,
         largest_deterministic_head=128,
-        package=Package("flash-attn-4", "flash_attn/cute/interface.py", "pip install flash-attn-4"),
+        # The next one, 4.0.0b19, returns four tensors where torch 2.13 takes two.
+        package=Package("flash-attn-4", "pip install flash-attn-4==4.0.0b18", ("4.0.0b5", "4.0.0b18")),
     ),
     "fa2": Implementation(
         "Ampere and later (compute capability 8.0)", lambda capability: capability[0] >= 8, has_dropout=True
@@ -162,12 +174,13 @@ def describe(config: Config, choice: Choice) -> str:
 
 
 def require_package(config: Config) -> None:
-    """Raise ConfigError where the chosen implementation's package is not installed; before torch is imported."""
+    """Raise ConfigError where the chosen implementation's package cannot be used; before torch is imported."""
     name = config.training.attention
     package = IMPLEMENTATIONS[name].package if name != "auto" else None
-    if package is not None and not package.is_installed:
+    problem = package and package.problem
+    if package is not None and problem:
         raise ConfigError(
-            f"training.attention is {name}, whose package {package.name} is not installed; {package.install}, or set "
+            f"training.attention is {name}, whose package {package.name} {problem}; {package.install}, or set "
             "training.attention to auto."
         )
 
@@ -191,8 +204,8 @@ def choose(config: Config, capability: Capability) -> Choice:
     reasons: list[str] = []
     for candidate in _candidates(capability):
         package, found = IMPLEMENTATIONS[candidate].package, misfits(candidate, config)
-        if package is not None and not package.is_installed:
-            found.append(f"the package {package.name} is not installed")
+        if package is not None and package.problem:
+            found.append(f"the package {package.name} {package.problem}")
         if not found:
             return Choice(candidate, "; ".join(reasons) or f"compute capability {gpu}")
         reasons.append(f"not {candidate}: {found[0]}")

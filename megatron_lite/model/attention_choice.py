@@ -14,7 +14,7 @@ from megatron_lite.model.attention_backends.plan import plan_attention
 from megatron_lite.model.attention_backends.varlen import VarlenPlan
 from megatron_lite.model.attention_backends.window import plan_layers
 from megatron_lite.model.kernels.fused import kernels_are_wanted
-from megatron_lite.model.kernels.varlen_kernels import use_attention
+from megatron_lite.model.kernels.varlen_kernels import try_attention, use_attention
 
 
 def attention_choice(config: Config, device: torch.device) -> Choice | None:
@@ -42,6 +42,8 @@ def set_attention(config: Config, device: torch.device) -> None:
     choice = attention_choice(config, device)
     if choice is not None:
         use_attention(choice.name)
+        dtype = torch.float16 if config.training.precision == "fp16" else torch.bfloat16
+        try_attention(device, dtype, config.model.head_size)
 
 
 def dense_reason(config: ModelConfig, device: torch.device) -> str | None:

@@ -12,8 +12,9 @@ from support.configs import tiny
 
 from data_utils.common.errors import ConfigError
 from data_utils.common.settings import merge
-from megatron_lite.config.attention import IMPLEMENTATIONS, choose, misfits, with_choice
+from megatron_lite.config.attention import IMPLEMENTATIONS, choose, misfits, require_package, with_choice
 from megatron_lite.metrics.reports import start_line
+from megatron_lite.model import attention_choice
 from megatron_lite.model.attention_choice import set_attention
 from megatron_lite.model.kernels import varlen_kernels
 
@@ -23,13 +24,14 @@ VOLTA, AMPERE, ADA, HOPPER, BLACKWELL, CONSUMER = (7, 0), (8, 0), (8, 9), (9, 0)
 
 @pytest.fixture
 def installed(monkeypatch, tmp_path):
-    """Installs packages, by the name of the setting: modules that end the process that imports them."""
+    """Installs packages without modules, by the name of the setting."""
 
-    def install(*names):
+    def install(*names, version="4.0.0b18"):
         for name in names:
-            file = tmp_path / IMPLEMENTATIONS[name].package.file
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text("raise SystemExit('imported')\n")
+            package = IMPLEMENTATIONS[name].package.name
+            folder = tmp_path / f"{package.replace('-', '_')}-{version}.dist-info"
+            folder.mkdir(exist_ok=True)
+            (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
         monkeypatch.syspath_prepend(tmp_path)
 
     return install
@@ -71,6 +73,20 @@ def test_auto_chooses_by_gpu_dropout_and_packages(installed, capability, setting
 def test_the_reason_names_what_a_faster_one_lacks(installed, capability, settings, packages, said):
     installed(*packages)
     assert choose(tiny("training.precision=bf16", *settings), capability).why == said
+
+
+@pytest.mark.parametrize(("version", "chosen"), [("4.0.0b4", "fa2"), ("4.0.0b5", "fa4"), ("4.0.0b19", "fa2")])
+def test_a_version_that_torch_does_not_call_correctly_is_not_taken(installed, version, chosen):
+    installed("fa4", version=version)
+    assert choose(tiny("training.precision=bf16", FREE), BLACKWELL).name == chosen
+    config = tiny("training.precision=bf16", FREE, "training.attention=fa4")
+    if chosen == "fa4":
+        require_package(config)
+        return
+    with pytest.raises(
+        ConfigError, match=rf"flash-attn-4 has version {version}, .* to 4\.0\.0b18 correctly; pip install"
+    ):
+        require_package(config)
 
 
 HEADS = ("model.hidden_size=256", "model.num_attention_heads=1")
@@ -177,6 +193,7 @@ def test_a_start_activates_the_implementation_by_torchs_switch(on_hopper, instal
     activated = []
     monkeypatch.setattr(varlen_kernels, "activate_flash_attention_impl", activated.append)
     monkeypatch.setattr(varlen_kernels, "_implementation", "fa2")
+    monkeypatch.setattr(attention_choice, "try_attention", lambda *given: activated.append(given[1:]))
     set_attention(tiny("training.precision=bf16", FREE, f"training.attention={name}"), on_hopper.device)
-    assert activated == ["FA4" if name == "fa4" else "FA3"]
+    assert activated == ["FA4" if name == "fa4" else "FA3", (torch.bfloat16, 16)]
     assert varlen_kernels.attention_in_use() == activated[0].lower()

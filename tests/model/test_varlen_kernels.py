@@ -16,7 +16,12 @@ from torch.profiler import ProfilerActivity, profile
 from data_utils.common.errors import ConfigError
 from megatron_lite.model.attention_backends.varlen import VarlenLaunch
 from megatron_lite.model.kernels import varlen_kernels
-from megatron_lite.model.kernels.varlen_kernels import attention_in_use, use_attention, varlen_kernel
+from megatron_lite.model.kernels.varlen_kernels import (
+    attention_in_use,
+    try_attention,
+    use_attention,
+    varlen_kernel,
+)
 
 QUERIES, KEYS = [0, 3, 3, 8], [0, 5, 5, 13]  # where sequences begin and end; the second one is empty
 # The package of FlashAttention 3: operators whose arguments have these types, in this order.
@@ -210,6 +215,21 @@ def test_torchs_functions_launch_nothing_besides_the_kernel(implementation, monk
     assert "torch_attn::_varlen_attn_out" in names
     works = ("fill", "zero", "copy", "clone", "contiguous", "ones", "cat")
     assert [name for name in names if name.startswith("aten::") and any(work in name for work in works)] == []
+
+
+@pytest.mark.parametrize("implementation", ["fa3", "fa4"], indirect=True)
+def test_a_start_tries_the_package(implementation, monkeypatch):
+    try_attention(torch.device("cpu"), torch.float64, 8)
+    # As from version 4.0.0b19, which torch 2.13 does not know; and a kernel that is not built for this GPU.
+    interface = sys.modules["flash_attn.cute.interface"]
+    monkeypatch.setattr(
+        interface, "_flash_attn_fwd", lambda *given, **more: (*fa4_forward(*given, **more), None, None)
+    )
+    monkeypatch.setitem(KERNELS, "fa3 bwd", lambda *_: 1 / 0)
+    with pytest.raises(
+        ConfigError, match=rf"chooses {implementation}, whose package .* does not work here \(.+\); .* fa2"
+    ):
+        try_attention(torch.device("cpu"), torch.float64, 8)
 
 
 def test_a_package_that_does_not_work_is_named(monkeypatch):

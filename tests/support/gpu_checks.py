@@ -62,8 +62,7 @@ def attention_of(
 ) -> dict[str, float] | None:
     """`attention_differences` in bf16 with an implementation; None where the GPU does not run it, or it is missing."""
     wanted = IMPLEMENTATIONS[implementation]
-    is_there = wanted.package is None or wanted.package.is_installed
-    if not is_there or not wanted.runs_on(torch.cuda.get_device_capability(context.device)):
+    if not wanted.is_here or not wanted.runs_on(torch.cuda.get_device_capability(context.device)):
         return None
     use_attention(implementation)
     return attention_differences(context, torch.bfloat16, recipes, sequence_length)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +24,7 @@ from torch.nn.attention import (
 from data_utils.common.errors import ConfigError
 from data_utils.common.private_names import lookup
 from data_utils.common.setting_files import one_line
-from megatron_lite.config.attention import IMPLEMENTATIONS
+from megatron_lite.config.attention import IMPLEMENTATIONS, Package
 from megatron_lite.model.kernels.compat import Gradients
 
 _flash_forward = lookup("torch.ops.aten._flash_attention_forward")
@@ -51,15 +52,42 @@ def use_attention(name: str, activate: bool = True) -> None:
         try:
             activate_flash_attention_impl(name.upper())
         except (ImportError, OSError, RuntimeError, ValueError) as error:
-            raise ConfigError(
-                f"training.attention is {name}, whose package {package.name} does not work here ({one_line(error)}); "
-                f"{package.install}, built for this torch and CUDA, or set training.attention to fa2."
-            ) from error
+            raise _unusable(name, package, error) from error
     elif current_flash_attention_impl() is not None:
         restore_flash_attention_impl()
     if name != "torch":
         _public_forward()  # not in the first step: see there
     _implementation = name
+
+
+def try_attention(device: torch.device, dtype: torch.dtype, head_size: int) -> None:
+    """Launch the implementation in use once in both directions. Raises: ConfigError if its package does not work here.
+
+    A package that is imported may still be built for another GPU, or called by torch in a way that it has left.
+    """
+    name = _implementation
+    package = IMPLEMENTATIONS[name].package
+    if package is None:
+        return
+    q = torch.ones(16, 1, head_size, device=device, dtype=dtype)
+    ends = torch.tensor([0, 16], device=device, dtype=torch.int32)
+    launch = SimpleNamespace(
+        query_ends=ends, key_ends=ends, longest_queries=16, longest_keys=16, causal=False, window=0
+    )
+    try:
+        out, state = _Flash.forward(q, q, q, launch, 0.0)
+        _Flash.backward(q, q, q, q, out, state, launch, 0.0)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except Exception as error:  # whatever the package raises
+        raise _unusable(name, package, error) from error
+
+
+def _unusable(name: str, package: Package, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"training.attention chooses {name}, whose package {package.name} does not work here ({one_line(error)}); "
+        f"{package.install}, built for this torch and CUDA, or set training.attention to fa2."
+    )
 
 
 @functools.cache
