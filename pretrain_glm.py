@@ -33,6 +33,7 @@ from data_utils.loader.loader import Datasets, open_datasets
 from data_utils.objectives import OBJECTIVES
 from data_utils.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megatron_lite.checkpoint.resolve_path import check_output_directory, resolve_model
+from megatron_lite.config.attention import require_package
 from megatron_lite.config.foreign_options import explain_options, with_deepspeed_file
 from megatron_lite.config.sections import CheckpointConfig
 from megatron_lite.config.tree import Config, load_config, require_validation
@@ -181,6 +182,7 @@ def train(config: Config, launch: Launch, rendezvous: Rendezvous, notes: Iterabl
         from megatron_lite.engine.nvidia_apex import require_apex
 
         require_apex(config)
+    require_package(config)
     if launch.rank == 0 and config.trackers.is_used:
         from megatron_lite.metrics.trackers import require_trackers
 

@@ -3,7 +3,8 @@
     python benchmarks/kernels.py                                      # on a GPU: also times, with the expected ones
     TRITON_INTERPRET=1 python benchmarks/kernels.py --device cpu      # in Triton's interpreter, on few tokens
 
-On a GPU it also measures constants of megatron_lite/estimate/gpus.yaml, which `scripts/gpu_day.py --calibrate` takes.
+On a GPU it also compares each implementation of attention that is installed, and measures constants of
+megatron_lite/estimate/gpus.yaml, which `scripts/gpu_day.py --calibrate` takes.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ import torch
 import torch.nn.functional as F
 
 from data_utils.common.errors import ArgumentParser, ConfigError, run_command
+from data_utils.common.setting_files import one_line
+from megatron_lite.config.attention import IMPLEMENTATIONS, Capability
 from megatron_lite.config.model import ACTIVATIONS
 from megatron_lite.estimate.gpus import GPUS, Gpu
 from megatron_lite.estimate.roofline import (
@@ -38,10 +41,12 @@ from megatron_lite.estimate.roofline import (
 )
 from megatron_lite.model.attention_backends.blocks import BlockPlan
 from megatron_lite.model.attention_backends.layout import make_layout, may_see
+from megatron_lite.model.attention_backends.varlen import VarlenLaunch
 from megatron_lite.model.kernels import cross_entropy, fused, rule_attention
 from megatron_lite.model.kernels import qkv_heads as heads
 from megatron_lite.model.kernels.dropout import FeatureDropout, drop, hash_pairs, is_kept, salts, token_keys
 from megatron_lite.model.kernels.sums import sum_programs
+from megatron_lite.model.kernels.varlen_kernels import use_attention, varlen_kernel
 
 TOLERANCE = 2.0**-7  # of the largest number: results are rounded to bf16 once, and so are torch's inputs
 EPSILON, P = 1e-5, 0.1
@@ -377,8 +382,85 @@ def bisect(device: torch.device, tokens: int, width: int, words: int, gpu: Gpu) 
     return found
 
 
-def constants(processors: int) -> dict[str, Any]:
-    """Measured constants of gpus.yaml: a product in full waves, a copy, long attention, the shortest kernel."""
+DOCUMENT, LONG = 512, 16384  # tokens: of a document in a step, and of one whose tiles run at their full rate
+
+
+def implementations(capability: Capability) -> list[str]:
+    """The implementations of attention that this machine has."""
+    return [name for name, each in IMPLEMENTATIONS.items() if each.runs_on(capability) and each.is_here]
+
+
+def attention_launch(documents: int, length: int, device: torch.device) -> VarlenLaunch:
+    """Documents of equal length, whose tokens see all of their own."""
+    ends = torch.arange(documents + 1, dtype=torch.int32, device=device) * length
+    whole, none = slice(0, documents * length), ends[:0]
+    return VarlenLaunch(False, whole, whole, none, none, ends, ends, length, length)
+
+
+def bisect_attention(
+    names: list[str], device: torch.device, tokens: int, width: int, gpu: Gpu
+) -> Iterator[Beside]:
+    """Both directions of each implementation, without dropout; a package that does not work differs."""
+    length, heads = min(DOCUMENT, tokens), width // HEAD_SIZE
+    launch = attention_launch(tokens // length, length, device)
+    generator = torch.Generator().manual_seed(2)
+    shape = (launch.queries.stop, heads, HEAD_SIZE)
+    drawn = [torch.randn(shape, generator=generator).to(device, torch.bfloat16) for _ in range(4)]
+    wide = [x.double().view(-1, length, heads, HEAD_SIZE).transpose(1, 2).requires_grad_() for x in drawn]
+    *inputs, grad = wide
+    expected_out = F.scaled_dot_product_attention(*inputs)
+    gradients = torch.autograd.grad(expected_out, inputs, grad)
+    theirs = [x.transpose(1, 2).reshape(shape) for x in (expected_out, *gradients)]
+    lengths = np.full(tokens // length, float(length))
+    for name in names:
+        each = [
+            Beside(
+                f"{kernel} {name}", float("nan"),
+                attention_micros(
+                    Work.flash(lengths, lengths, False, HEAD_SIZE, 0.0, backward, 0, name), heads, HEAD_SIZE, 0.0,
+                    backward, gpu, float(shape[0]),
+                ),
+            )
+            for backward, kernel in enumerate(("attention", "attention_backward"))
+        ]  # fmt: skip
+        try:
+            measure_attention(name, drawn, launch, theirs, each)
+        except (ConfigError, RuntimeError) as error:  # the package's
+            print(f"attention {name}: {one_line(error)}", file=sys.stderr)
+        yield from each
+    use_attention("fa2")
+
+
+def measure_attention(
+    name: str,
+    drawn: list[torch.Tensor],
+    launch: VarlenLaunch,
+    theirs: list[torch.Tensor],
+    found: list[Beside],
+) -> None:
+    """Fill in the differences of an implementation's two directions, and their times where there is a GPU."""
+    *inputs, grad = drawn
+    use_attention(name)
+    kernel = varlen_kernel(grad.dtype)
+    out, state = kernel.forward(*inputs, launch, 0.0)
+
+    def backward() -> Any:
+        return kernel.backward(grad, *inputs, out, state, launch, 0.0)
+
+    found[0].difference, found[1].difference = (
+        difference([out], theirs[:1]),
+        difference(backward(), theirs[1:]),
+    )
+    if grad.device.type == "cuda":
+        found[0].measured_us = micros(lambda: kernel.forward(*inputs, launch, 0.0))
+        found[1].measured_us = micros(backward)
+
+
+def constants(processors: int, names: list[str]) -> dict[str, Any]:
+    """Measured constants of gpus.yaml: a product in full waves, a copy, the shortest kernel, long attention.
+
+    Args: names: of implementations of attention that work.
+    """
 
     def bf(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
@@ -390,16 +472,23 @@ def constants(processors: int) -> dict[str, Any]:
         "bandwidth_tbs": 2.0 * copied.nbytes / micros(copied.clone) / 1e6,
         "least_us": micros(lambda: a[:1].add_(0)),
     }
-    torch.backends.cuda.enable_cudnn_sdp(False)  # training calls FlashAttention
-    for size in (64, 128):
-        q = bf(1, 2048 // size, 16384, size).requires_grad_()
-        out = F.scaled_dot_product_attention(q, q, q)
-        flops = 4.0 * 2048 * 16384**2 / 1e6
-        forward = flops / micros(lambda q=q: F.scaled_dot_product_attention(q, q, q), 5)
-        backward = (
-            2.5 * flops / micros(lambda q=q, out=out: torch.autograd.grad(out, q, out, retain_graph=True), 5)
+    launch = attention_launch(1, LONG, a.device)
+    for name, size in itertools.product(names, (64, 128)):
+        if name == "torch":  # no constant of its own
+            continue
+        use_attention(name)
+        kernel, q = varlen_kernel(torch.bfloat16), bf(LONG, 2048 // size, size)
+        out, state = kernel.forward(q, q, q, launch, 0.0)
+        flops = 4.0 * 2048 * LONG**2 / 1e6
+        forward = micros(lambda kernel=kernel, q=q: kernel.forward(q, q, q, launch, 0.0), 5)
+        backward = micros(
+            lambda kernel=kernel, q=q, out=out, state=state: kernel.backward(
+                q, q, q, q, out, state, launch, 0.0
+            ),
+            5,
         )
-        found[f"flash_{size}"] = [forward, backward]
+        found[f"{'flash' if name == 'fa2' else name}_{size}"] = [flops / forward, 2.5 * flops / backward]
+    use_attention("fa2")
     return found
 
 
@@ -415,7 +504,11 @@ def main() -> None:
     if not on_gpu:
         fused.DEVICES = ("cuda", "cpu")
     sizes = (8640, 1024, 30592) if on_gpu else (11, 128, 300)
-    found = bisect(torch.device(options.device), *sizes, GPUS[options.gpu])
+    device, gpu = torch.device(options.device), GPUS[options.gpu]
+    found, names = bisect(device, *sizes, gpu), []
+    if on_gpu:
+        names = implementations(torch.cuda.get_device_capability())
+        found += bisect_attention(names, device, *sizes[:2], gpu)
     print(f"{'kernel':36}{'difference':>12}{'expected us':>13}{'measured us':>13}")
     for one in found:
         measured = "-" if one.measured_us is None else f"{one.measured_us:.1f}"
@@ -424,7 +517,7 @@ def main() -> None:
     print(f"first that differs: {first or 'none'}")
     answer: dict[str, Any] = {"first": first, "kernels": [asdict(one) for one in found], "constants": {}}
     if on_gpu and first is None:
-        answer["constants"] = constants(torch.cuda.get_device_properties(0).multi_processor_count)
+        answer["constants"] = constants(torch.cuda.get_device_properties(0).multi_processor_count, names)
     if options.json:
         options.json.write_text(json.dumps(answer, indent=1), encoding="utf-8")
     if first is not None:

@@ -98,8 +98,10 @@ def changes(context: ParallelContext, config: Config, steps: int) -> dict[str, f
     from data_utils.objectives import LOSS_NAMES
     from megatron_lite.engine.plain import make_engine
     from megatron_lite.estimate.batches import random_batches
+    from megatron_lite.model.attention_choice import set_attention
 
     batches = random_batches(config, steps)
+    set_attention(config, context.device)
     engine = make_engine(config, context, len(LOSS_NAMES))
     before = outputs(engine, batches[0])
     for number, batch in enumerate(batches, 1):

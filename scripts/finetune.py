@@ -34,6 +34,7 @@ from data_utils.common.files import require_writable
 from data_utils.common.settings import merge
 from megatron_lite.checkpoint.resolve_path import MODEL_OR_EXPORT_PATH, check_output_directory, resolve_model
 from megatron_lite.checkpoint.verify import find_manifest
+from megatron_lite.config.attention import require_package
 from megatron_lite.config.foreign_options import explain_options, with_deepspeed_file
 from megatron_lite.engine.nvidia_apex import require_apex
 from megatron_lite.finetune.setup import (
@@ -127,6 +128,7 @@ def main(rendezvous: Rendezvous | None = None) -> ExitStatus:
     check_output(output, config)
     config.deepspeed_options(config.parallel.data_parallel_size(launch.world_size))
     require_apex(config)
+    require_package(config)
     with held(output, "trains") if launch.rank == 0 else nullcontext() as lease:
         if lease is not None:
             control.leave = lease.release

@@ -2,8 +2,9 @@
 
 Runs the tests marked `gpu` (attention, ZeRO and every layout against plain torch on the CPU, every objective, exact
 resume, NCCL on all GPUs, apex if it is installed), then the benchmarks, and writes one report, as report.md and as
-report.json. First comes each fused kernel beside torch's operators: the first that differs is named, and the constants
-of megatron_lite/estimate/gpus.yaml are measured, which `--calibrate gpu_day/report.json` writes there. The exit status
+report.json. First comes each fused kernel beside torch's operators, and attention with each implementation that is
+installed, expected and measured: the first that differs is named, and the constants of
+megatron_lite/estimate/gpus.yaml are measured, which `--calibrate gpu_day/report.json` writes there. The exit status
 is 0 if everything passed, 1 if anything failed, 2 without a GPU.
 """
 
@@ -28,6 +29,7 @@ from typing import Any
 
 from data_utils.common.errors import ArgumentParser, ConfigError, ExitStatus, run_command
 from data_utils.common.files import require_writable
+from megatron_lite.config.attention import IMPLEMENTATIONS
 from megatron_lite.estimate.gpus import CONSTANTS, calibrated, named_by_device
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -83,8 +85,8 @@ def steps(gpus: int, gpu: str = "h100") -> list[Step]:
         expected = ("pretrain_glm.py", "--config", "configs/glm-large.yaml", "--dry-run", "1", "--gpu", gpu)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
     return [
-        Step(KERNELS, ("benchmarks/kernels.py", "--gpu", gpu, "--json", "{json}"), 60),
-        Step("tests", ("-m", "pytest", "tests/gpu", "-m", "gpu", "-v", "--junit-xml", "{json}"), 320),
+        Step(KERNELS, ("benchmarks/kernels.py", "--gpu", gpu, "--json", "{json}"), 75),
+        Step("tests", ("-m", "pytest", "tests/gpu", "-m", "gpu", "-v", "--junit-xml", "{json}"), 305),
         Step("training step, 335M", (*train_step, "--shapes", "large", "--micro-batch", "16"), 70),
         Step(f"expected time of a 335M step on one {gpu}", expected, 60),
         Step("layouts", (*torchrun, *launched, "--layouts", *layouts), 50, least_gpus=2),
@@ -169,7 +171,8 @@ def report(machine: dict[str, Any], results: list[Result]) -> str:
         "# GPU report",
         "",
         f"GPUs: {gpus}. torch {machine['torch']}, CUDA {machine['cuda']}, NCCL {machine['nccl']}, "
-        f"NVIDIA apex {'installed' if machine['apex'] else 'not installed'}. Commit {machine['commit']}.",
+        f"NVIDIA apex {'installed' if machine['apex'] else 'not installed'}. Attention: "
+        f"{', '.join(machine['attention'])}. Commit {machine['commit']}.",
         "",
         "| step | outcome | seconds |",
         "|---|---|---|",
@@ -196,7 +199,8 @@ def look_at_machine() -> dict[str, Any]:
     machine = json.loads(done.stdout)
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
     commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    return {**machine, "commit": commit or "unknown"}
+    attention = [name for name, one in IMPLEMENTATIONS.items() if one.is_here]
+    return {**machine, "attention": attention, "commit": commit or "unknown"}
 
 
 def calibrate(file: Path) -> None:

@@ -81,8 +81,9 @@ def patch(recorder: Recorder, gpu: Gpu) -> None:
     """Replace the functions of torch.cuda that ask for a device, in this process."""
     _Stub.recorder = recorder
     stream = Stream()
+    major, minor = gpu.capability
     properties = SimpleNamespace(
-        major=9, minor=0, total_memory=int(gpu.memory_gib * 2**30), name=f"NVIDIA {gpu.name.upper()}",
+        major=major, minor=minor, total_memory=int(gpu.memory_gib * 2**30), name=f"NVIDIA {gpu.name.upper()}",
         multi_processor_count=132, warp_size=32, max_threads_per_multi_processor=2048, uuid="", gcnArchName="",
         regs_per_multiprocessor=65536, max_threads_per_block=1024, L2_cache_size=50 << 20, is_integrated=False,
         is_multi_gpu_board=False, shared_memory_per_block=48 << 10, shared_memory_per_block_optin=227 << 10,
@@ -91,7 +92,7 @@ def patch(recorder: Recorder, gpu: Gpu) -> None:
     values: dict[str, Any] = {
         "is_available": True, "device_count": 1, "current_device": 0, "is_initialized": True, "_is_compiled": True,
         "_lazy_init": None, "init": None, "set_device": None, "empty_cache": None, "memory_stats": {},
-        "reset_peak_memory_stats": None, "is_bf16_supported": True, "get_device_capability": (9, 0),
+        "reset_peak_memory_stats": None, "is_bf16_supported": True, "get_device_capability": gpu.capability,
         "get_device_name": properties.name, "get_device_properties": properties, "current_stream": stream,
         "default_stream": stream, "memory_reserved": 0, "max_memory_reserved": 0, "is_current_stream_capturing": False,
         "manual_seed": None, "manual_seed_all": None, "_lazy_call": None, "set_stream": None,

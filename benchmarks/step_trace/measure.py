@@ -23,6 +23,7 @@ from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.plain import make_engine
 from megatron_lite.estimate.batches import random_batches
+from megatron_lite.model.attention_choice import set_attention
 from megatron_lite.model.flops import step_flops
 from megatron_lite.parallel.context import initialize
 from megatron_lite.parallel.launch import Launch
@@ -46,6 +47,7 @@ def measure(request: Request, trace: str | None = None) -> Measured:
     """Train some steps of random batches in this process. Args: trace: a file for the profiler's trace."""
     config = build(Config, request.tree)
     context = initialize(Launch(0, 1, 0), config.parallel, config.timeouts.collective_seconds)
+    set_attention(config, context.device)
     engine = make_engine(config, context, len(LOSS_NAMES))
     batches = random_batches(config, config.batch.accumulation_steps(1))
     micro_batches = [

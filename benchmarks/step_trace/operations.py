@@ -24,11 +24,13 @@ from megatron_lite.estimate.roofline import (
     ring_micros,
 )
 from megatron_lite.model.kernels.rule_attention import BLOCK
+from megatron_lite.model.kernels.varlen_kernels import attention_in_use
 
-_DROPOUT = {  # operator -> its argument
-    "_flash_attention_forward": 7, "_flash_attention_backward": 10,
-    "_scaled_dot_product_efficient_attention": 5, "_scaled_dot_product_efficient_attention_backward": 9,
-}  # fmt: skip
+# Names of torch's arguments that hold where sequences begin: those of queries, and of keys.
+_ENDS = (
+    ("cum_seq_q", "cu_seq_q", "cu_seqlens_q"),
+    ("cum_seq_k", "cu_seq_k", "cu_seqlens_k"),
+)
 _GATHERS = {"embedding", "index_select", "gather", "index"}
 
 
@@ -45,8 +47,8 @@ def cost_of(
 ) -> tuple[str, float]:
     """Kind of kernel and microseconds on a device."""
     size = _bytes(func, name, args, kwargs, out)
-    if "attention" in name:
-        return "attention", _attention_micros(name, args, kwargs, gpu)
+    if is_attention(name):
+        return "attention", _attention_micros(func, name, args, kwargs, gpu)
     product = _product(name, args)
     if product:
         return "matmul", product_micros(*product[:3], size, gpu, product[3])
@@ -146,39 +148,40 @@ def _rule_micros(name: str, args: Any, gpu: Gpu) -> float:
     return share * attention_micros(work, qkv.shape[2], qkv.shape[3], p, backward, gpu, 0.0, moved)
 
 
-def _attention_micros(name: str, args: Any, kwargs: Any, gpu: Gpu) -> float:
+def is_attention(name: str) -> bool:
+    """Whether an operation is a kernel of attention, forward or backward."""
+    return "attention" in name or name == "_varlen_attn_out"
+
+
+def _attention_micros(func: Any, name: str, args: Any, kwargs: Any, gpu: Gpu) -> float:
     if name.startswith("rule_attention"):
         return _rule_micros(name, args, gpu)
     backward = "backward" in name
-    query, key = args[backward], args[backward + 1]
-    heads, rows = query.shape[1], query.shape[0] * (query.shape[2] if query.dim() == 4 else 1)
-    if query.dim() == 4:  # [B, H, S, D]
-        pairs, along = rows * key.shape[2], key.shape[2] if backward else query.shape[2]
+    named = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
+    query, key, p = named["query"], named["key"], float(named.get("dropout_p") or 0.0)
+    starts = [next((named[one] for one in names if named.get(one) is not None), None) for names in _ENDS]
+    if starts[0] is None:  # [B, H, S, D]
+        rows, pairs = query.shape[0] * query.shape[2], query.shape[0] * query.shape[2] * key.shape[2]
+        along = key.shape[2] if backward else query.shape[2]
         work = Work(float(pairs), float(query.shape[0] * along), "dense" if "efficient" in name else "full")
-    else:  # variable lengths: [T, H, D]
-        work = _varlen(name, args, kwargs)
-    p = _probability(name, args)
-    return attention_micros(work, heads, query.shape[-1], p, backward, gpu, rows)
+        return attention_micros(work, query.shape[1], query.shape[-1], p, backward, gpu, rows)
+    work = _varlen(named, [getattr(one, "host_values", None) for one in starts], p, backward)
+    tokens, heads, size = query.shape[-3:]  # [T, H, D], of the memory-efficient kernel [1, T, H, D]
+    return attention_micros(work, heads, size, p, backward, gpu, tokens)
 
 
-def _probability(name: str, args: Any) -> float:
-    """Dropout's."""
-    return float(args[_DROPOUT[name]]) if name in _DROPOUT else 0.0
-
-
-def _varlen(name: str, args: Any, kwargs: Any) -> Work:
-    first = 1 if "backward" in name else 0
-    query = args[first]
-    # aten::_flash_attention_forward(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, ..)
-    # aten::_flash_attention_backward(grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, ..)
-    place = 6 if first else 3
-    starts: list[Any] = [getattr(args[place + i], "host_values", None) for i in range(2)]
-    is_causal = bool(args[11] if first else args[8])
+def _varlen(named: dict[str, Any], starts: list[Any], p: float, backward: bool) -> Work:
+    """The work of sequences of different lengths. Args: named: arguments. starts: of queries and of keys, if known."""
+    query, implementation = named["query"], attention_in_use()
     if starts[0] is None or starts[1] is None:
-        return Work(float(query.shape[0] * args[place + 3]), float(query.shape[0]), "full")
+        longest = named.get("max_k") or named["max_seqlen_k"]
+        return Work(float(query.shape[-3] * longest), float(query.shape[-3]), "full", implementation)
     with unset_fake_temporarily():
-        queries, keys = (s.diff().double().numpy() for s in starts)
-    window = kwargs.get("window_size_left") or 0
+        queries, keys = (one.diff().double().numpy() for one in starts)
+    is_causal = bool(named["is_causal"] if "is_causal" in named else named["custom_mask_type"])
+    left, right = named.get("window_size") or (named.get("window_size_left"), named.get("window_size_right"))
+    is_local = left is not None and left >= 0
     return Work.flash(
-        queries, keys, is_causal, query.shape[-1], _probability(name, args), bool(first), window
-    )
+        queries, keys, is_causal or (is_local and right == 0), query.shape[-1], p, backward,
+        left if is_local else 0, implementation,
+    )  # fmt: skip

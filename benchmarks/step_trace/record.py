@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from benchmarks.step_trace.counts import PHASES, Counts
-from benchmarks.step_trace.operations import collective_micros, cost_of
+from benchmarks.step_trace.operations import collective_micros, cost_of, is_attention
 from megatron_lite.estimate.gpus import Gpu
 from megatron_lite.estimate.roofline import RankGroup
 
@@ -48,13 +48,6 @@ _VALUES_DECIDE_SHAPES = {
     "repeat_interleave",
     "bincount",
 }
-_ATTENTION = (
-    "attention_forward",
-    "flash_attention",
-    "efficient_attention",
-    "cudnn_attention",
-    "rule_attention",
-)
 _MATMULS = {"mm", "addmm", "bmm", "baddbmm"}
 
 
@@ -291,7 +284,7 @@ class Recorder(TorchDispatchMode):
             rows = [max(t.stride()) for t in (*_tensors(args), out) if t.dim() > 1 and not _aligned(t)]
             if rows:
                 now.unaligned[f"{place()} {name}, rows of {rows[0]}"] += 1
-        if any(part in name for part in _ATTENTION) and "backward" not in name and self.phase == "forward":
+        if is_attention(name) and "backward" not in name and self.phase == "forward":
             now.attention[place()] += 1
         kind, micros = cost_of(func, name, args, kwargs, out, self.gpu, self.phase)
         now.micros[kind] += micros  # type: ignore[assignment]

@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 
 from benchmarks.step_trace.request import CUDA_LAUNCH_US, Profile
 from data_utils.common.errors import ConfigError
+from megatron_lite.config.attention import choose, describe
 from megatron_lite.config.tree import Config
 from megatron_lite.estimate.gpus import Gpu
 
@@ -21,13 +22,14 @@ _TITLES = {
 
 def report(config: Config, processes: int, gpu: Gpu, profile: Profile) -> str:
     """A table, and the source lines at which the host waits or copies."""
-    parallel, details = config.parallel, profile.details
+    parallel, details, attention = config.parallel, profile.details, choose(config, gpu.capability)
     dp = parallel.data_parallel_size(processes)
     lines = [
         f"layout    pipeline {parallel.pipeline_parallel_size} x data {dp} x tensor {parallel.tensor_parallel_size}, "
         f"ZeRO {parallel.zero_stage}, {config.batch.accumulation_steps(dp)} micro-batches of "
         f"{config.batch.micro_batch_size} x {config.row_length} tokens a step",
-        f"device    {gpu.describe()}",
+        f"device    {gpu.describe(attention.name)}",
+        f"attention {describe(config, attention)}",
         f"host      {details.launch_us:.1f} us an operation: measured on this CPU with small layers, and of that "
         f"{CUDA_LAUNCH_US:g} us assumed for a CUDA launch",
         "",

@@ -12,6 +12,7 @@ from typing import Any
 
 from data_utils.common.errors import ConfigError, ExitStatus
 from data_utils.common.settings import to_tree
+from megatron_lite.config.attention import choose
 from megatron_lite.config.tree import Config
 from megatron_lite.estimate.gpus import Gpu
 from megatron_lite.estimate.step_estimate import require_one_transformer
@@ -32,8 +33,10 @@ class Request:
 
     @staticmethod
     def of(config: Config, processes: int, gpu: Gpu, layers: int = TRACED_LAYERS) -> Request:
-        """Raises ConfigError if the processes do not fit the layout or the batch, or there are two Transformers."""
+        """Raises ConfigError if the processes do not fit the layout or the batch, there are two Transformers, or the
+        chosen attention does not run on the GPU."""
         require_one_transformer(config)
+        choose(config, gpu.capability)
         config.deepspeed_options(config.parallel.data_parallel_size(processes))
         return Request(to_tree(config), processes, gpu.name, layers)
 

@@ -25,6 +25,7 @@ from benchmarks.step_trace.pipes import Sent, connect_stages
 from benchmarks.step_trace.record import Recorder
 from data_utils.common.settings import build
 from data_utils.objectives import LOSS_NAMES
+from megatron_lite.config.attention import choose
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine import plain
@@ -34,6 +35,7 @@ from megatron_lite.estimate.gpus import gpu_named
 from megatron_lite.estimate.roofline import RankGroup
 from megatron_lite.model import build as models
 from megatron_lite.model.kernels.fused import choose_kernels
+from megatron_lite.model.kernels.varlen_kernels import use_attention
 from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.parallel.context import ParallelContext, initialize
 from megatron_lite.parallel.launch import Launch
@@ -76,6 +78,7 @@ def fake_rank(case: Case) -> Iterator[Rank]:
     config = _reduced(build(Config, case.tree), case)
     choose_kernels(config.training.kernels)
     gpu = gpu_named(case.gpu)
+    use_attention(choose(config, gpu.capability).name, activate=False)  # nothing runs: no package is needed
     groups = _Groups()
     recorder = Recorder(gpu, groups.of)
     patch(recorder, gpu)

@@ -117,7 +117,7 @@ SOURCES: dict[str, tuple[Argument, ...]] = {
         ("short_seq_prob", "data.short_prob={}"),
         ("exit_interval", "training.stop_after_step={}"),
         ("distributed_backend", "", "nccl on GPUs and gloo on CPUs, chosen automatically"),
-        ("use_flash_attn", "", "the attention kernel is chosen automatically"),
+        ("use_flash_attn", "", "attention is always fused; `training.attention` chooses the implementation"),
         ("num_workers", "", "a thread of each process prepares the next batch"),
     ),
     "Hugging Face's Trainer and its scripts": _arguments(

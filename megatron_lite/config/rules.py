@@ -9,6 +9,7 @@ from data_utils.common.errors import ConfigError
 from data_utils.common.setting_files import shown
 from data_utils.common.settings import check
 from data_utils.objectives import OBJECTIVES
+from megatron_lite.config.attention import check_attention
 from megatron_lite.config.lora import updated_parts
 
 Config = Any  # tree.Config: tree.py imports this file, and imports go one way
@@ -28,6 +29,7 @@ def check_together(config: Config) -> None:
     _check_heads(config)
     _check_fillings(config)
     _check_parallel_sizes(config)
+    check_attention(config)
     if config.training.cuda_graphs:
         _check_graphs(config)
     _check_decoder(config)

@@ -14,6 +14,7 @@ from data_utils.common.errors import ConfigError
 from data_utils.common.setting_files import shown
 from data_utils.common.settings import REQUIRED, check, checked, setting, setting_mapping
 from data_utils.objectives import LOSS_NAMES
+from megatron_lite.config.attention import CHOICES
 
 OPTIMIZERS = ("adamw", "lamb", "stable_adamw", "adafactor", "muon")
 LOSS_NORMALIZATIONS = ("global_tokens", "per_objective", "mean_of_means")
@@ -152,6 +153,13 @@ class TrainingConfig:
         "GPU implementation of norms, activations, dropout and cross entropy: fused (Triton kernels) or "
         "torch (PyTorch operators; slower, for debugging a kernel).",
         one_of=("fused", "torch"),
+    )
+    attention: str = setting(
+        "auto",
+        "GPU implementation of attention: fa2 (FlashAttention 2, in torch), fa3 (Hopper, package flash_attn_3), fa4 "
+        "(Hopper and Blackwell, package flash-attn-4), torch (the memory-efficient kernel: fp32, old GPUs), or auto: "
+        "without attention dropout fa3 on Hopper and fa4 on Blackwell, if installed, else fa2, else torch.",
+        one_of=CHOICES,
     )
     cuda_graphs: bool = setting(
         False,

@@ -152,28 +152,34 @@ def _mean_launch(launches: list[AttentionLaunch], count: int) -> AttentionLaunch
 def _sum_batch(config: Config, batch: Batch) -> AverageSequence:
     """Sums over a batch."""
     model, layout = config.model, batch.layout
-    kernel = attention_kernel(model, _CUDA)
+    kernel, implementation = attention_kernel(model, _CUDA), _implementation(config)
     stack, *others = [
-        _stack(plan_stack(part, _CUDA, model, kernel), part, batch, model)
+        _stack(plan_stack(part, _CUDA, model, kernel), part, batch, model, implementation)
         for part in (layout.encoder_and_decoder if model.decoder_layers else [layout])
     ]
-    cross = _cross(layout, kernel, model) if others else None
+    cross = _cross(layout, kernel, model, implementation) if others else None
     weights, objectives = batch.weights.reshape(-1), batch.fields[:, OBJECTIVE].reshape(-1)
     positions, _ = find_loss_positions(weights, objectives, model)
     return AverageSequence(
         batch.fields.shape[2], stack, others[0] if others else None, cross, batch.tokens,
         len(positions.tokens), len(positions.borders), len(positions.sentences),
         batch.layer_keys(model), batch.decoder_tokens, batch.decoder_keys,
-        _flash_launch(np.array([64.0]), np.array([64.0]), model),
+        _flash_launch(np.array([64.0]), np.array([64.0]), model, implementation),
     )  # fmt: skip
 
 
-def _stack(plan: Any, layout: Layout, batch: Batch, model: ModelConfig) -> Stack:
+def _implementation(config: Config) -> str:
+    """The implementation of attention that is estimated: see `with_choice` of config/attention.py."""
+    return "fa2" if config.training.attention == "auto" else config.training.attention
+
+
+def _stack(plan: Any, layout: Layout, batch: Batch, model: ModelConfig, implementation: str) -> Stack:
     sequences, length = len(batch.fields), batch.fields.shape[2]
     counts = np.bincount(layout.batch_index // length, minlength=sequences).astype(float)
     if isinstance(plan, LayeredPlan):
         whole, near = (
-            _stack(layer_plan, layout, batch, model) for layer_plan in (plan.global_plan, plan.local_plan)
+            _stack(layer_plan, layout, batch, model, implementation)
+            for layer_plan in (plan.global_plan, plan.local_plan)
         )
         share = model.local_share
         attention = tuple(
@@ -194,7 +200,9 @@ def _stack(plan: Any, layout: Layout, batch: Batch, model: ModelConfig) -> Stack
     launches = []
     for call in plan.launches:
         queries, keys = (np.diff(ends).astype(float) for ends in (call.query_ends, call.key_ends))
-        launches.append(_flash_launch(queries, keys, model, call.causal, len(call.gathered), call.window))
+        launches.append(
+            _flash_launch(queries, keys, model, implementation, call.causal, len(call.gathered), call.window)
+        )
     return Stack("varlen", tuple(launches), counts)
 
 
@@ -202,6 +210,7 @@ def _flash_launch(
     queries: np.ndarray,
     keys: np.ndarray,
     model: ModelConfig,
+    implementation: str,
     causal: bool = False,
     gathered: float = 0.0,
     window: int = 0,
@@ -214,7 +223,9 @@ def _flash_launch(
     if window:
         pairs = tile_pairs(queries, keys, causal, (1, 1), window)
     works = (
-        Work.flash(queries, keys, causal, model.head_size, model.attention_dropout, backward, window)
+        Work.flash(
+            queries, keys, causal, model.head_size, model.attention_dropout, backward, window, implementation
+        )
         for backward in (False, True)
     )
     return AttentionLaunch(float(queries.sum()), gathered, float(keys.sum()), pairs, *works)
@@ -225,7 +236,7 @@ def _all_pairs(queries: float, keys: float, pairs: float, kind: str) -> Attentio
     return AttentionLaunch(queries, 0, keys, pairs, Work(pairs, queries, kind), Work(pairs, keys, kind))
 
 
-def _cross(layout: Layout, kernel: str, model: ModelConfig) -> AttentionLaunch:
+def _cross(layout: Layout, kernel: str, model: ModelConfig, implementation: str) -> AttentionLaunch:
     """The launch of cross-attention, over all tokens where it is dense."""
     if kernel == "dense":
         positions = float(layout.shape[0] * layout.shape[1])
@@ -235,5 +246,7 @@ def _cross(layout: Layout, kernel: str, model: ModelConfig) -> AttentionLaunch:
     lengths = np.array([[stop - start for start, stop in group.spans] for group in groups], float)
     queries, keys = lengths.reshape(-1, 2).T
     return replace(
-        _flash_launch(queries, keys, model), queries=float(len(orders[1])), gathered=float(keys.sum())
+        _flash_launch(queries, keys, model, implementation),
+        queries=float(len(orders[1])),
+        gathered=float(keys.sum()),
     )

@@ -7,6 +7,7 @@ import textwrap
 from data_utils.common.errors import ConfigError
 from data_utils.loader.extent_ahead import extent_if_here
 from data_utils.tokenizers.tokenizer import load_tokenizer
+from megatron_lite.config.attention import choose, describe, with_choice
 from megatron_lite.config.tree import Config
 from megatron_lite.estimate.advice import (
     ParallelLayout,
@@ -40,6 +41,8 @@ def dry_run(config: Config, processes: int, gpu_name: str) -> None:
             raise ConfigError("model.vocab_size is null; set it, or set tokenizer, which determines it.")
         config = config.with_vocab_size(load_tokenizer(config.tokenizer).vocab_size)
     gpu = gpu_named(gpu_name)
+    attention = describe(config, choose(config, gpu.capability))
+    config = with_choice(config, gpu.capability)
     config.deepspeed_options(config.parallel.data_parallel_size(processes))
     phase_plan = config.phase_plan
     samples = phase_plan.consumed(config.training.steps)
@@ -59,6 +62,7 @@ def dry_run(config: Config, processes: int, gpu_name: str) -> None:
         sequence = average_sequence(phase)
         phases.append((phase, sequence, estimate(phase, processes, gpu, sequence)))
         print(f"{line}\n" * bool(line) + dry_run_report(phase, processes, gpu, phases[-1][2]))
+    print(folded(f"attention         {attention}"))
     for line in reading:
         print(folded(f"text              {line}"), flush=True)
     advised = [
@@ -123,8 +127,8 @@ def dry_run_report(config: Config, processes: int, gpu: Gpu, result: Estimate) -
             f"x tensor {parallel.tensor_parallel_size}, ZeRO {parallel.zero_stage}, recompute "
             f"{config.training.recompute}, {passes} micro-batch{'es' * (passes > 1)} of "
             f"{config.batch.micro_batch_size} x {config.row_length} tokens per step",
-            f"device            {gpu.describe()}; host overhead {HOST.operation_us:g} us per operation and "
-            f"{HOST.row_us:g} us per sequence of 512 tokens",
+            f"device            {gpu.describe(config.training.attention)}; host overhead {HOST.operation_us:g} us "
+            f"per operation and {HOST.row_us:g} us per sequence of 512 tokens",
             f"memory            {result.peak_gib:.2f} GiB peak on the largest rank ({memory}); with "
             f"{RESERVED_GIB:g} GiB for CUDA, NCCL and fragmentation it\N{NO-BREAK SPACE}{fit} "
             f"{gpu.memory_gib:g} GiB",

@@ -26,8 +26,13 @@ class Gpu:
     memory_gib: float  # of the device; a process has 1 to 3 less
     matmul_tflops: float  # while every processor has a tile
     bandwidth_tbs: float  # of memory, reached by elementwise kernels
-    flash_64: tuple[float, float]  # attention with heads of 64 on long sequences, forward and backward
+    capability: tuple[int, int]  # of CUDA
+    flash_64: tuple[float, float]  # FlashAttention 2 with heads of 64 on long sequences, forward and backward
     flash_128: tuple[float, float]
+    fa3_64: tuple[float, float]  # FlashAttention 3, where it runs
+    fa3_128: tuple[float, float]
+    fa4_64: tuple[float, float]  # FlashAttention 4, where it runs
+    fa4_128: tuple[float, float]
     flash_start: float  # cost of starting a tile of queries, as a number of keys
     flash_causal: float  # share of the rate under a causal mask
     flash_dropout: float  # instructions per pair
@@ -42,6 +47,14 @@ class Gpu:
     link_us: float  # least time of a collective within a node
     network_us: float  # and between nodes
 
+    def attention_tflops(self, implementation: str, head_size: int) -> tuple[float, float]:
+        """Of full tiles on long sequences, forward and backward. Args: implementation: of `training.attention`."""
+        rates = f"{implementation if implementation in ('fa3', 'fa4') else 'flash'}_{64 if head_size <= 64 else 128}"
+        forward, backward = getattr(self, rates)
+        # The memory-efficient kernel's share is that with a bias, the only one known.
+        share = self.dense_share if implementation == "torch" else 1.0
+        return share * forward, share * backward
+
     @property
     def issue_rate(self) -> float:
         """Instructions of threads in a microsecond."""
@@ -54,13 +67,14 @@ class Gpu:
         is_whole = members_of_a_node >= GPUS_PER_NODE
         return min(self.link_gbs, self.node_gbs if is_whole else members_of_a_node * self.network_gbs)
 
-    def describe(self) -> str:
-        """The constants in a line, as every output states them."""
+    def describe(self, attention: str = "fa2") -> str:
+        """The constants in a line, as every output states them. Args: attention: see `training.attention`."""
+        forward, backward = self.attention_tflops(attention, 64)
         return (
             f"{self.name}: peak {self.peak_tflops:g} TFLOP/s, {self.memory_gib:g} GiB; data sheet values, not "
             f"measured (sources: megatron_lite/estimate/gpus.yaml): {self.processors} SMs, matrix products in "
             f"full waves {self.matmul_tflops:g} TFLOP/s, memory {self.bandwidth_tbs:g} TB/s, attention "
-            f"{self.flash_64[0]:g}/{self.flash_64[1]:g} TFLOP/s forward/backward; bandwidth {self.link_gbs:g} "
+            f"{forward:g}/{backward:g} TFLOP/s forward/backward; bandwidth {self.link_gbs:g} "
             f"GB/s within a node, {self.network_gbs:g} GB/s per GPU between nodes, {self.node_gbs:g} GB/s "
             "between whole nodes"
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -22,6 +22,15 @@ _SPLITS = (1, 2, 4, 8)  # split-K: ranges of the inner dimension, whose results 
 # FlashAttention-2's tiles (queries, keys) up to a head size: forward, with dropout, backward.
 _FLASH = {64: ((128, 128), (128, 64), (128, 128)), 128: ((128, 64), (128, 32), (64, 128))}
 _FLASH_WIDE = (64, 64), (64, 64), (64, 64)
+# FlashAttention 3's on Hopper, by head size: forward, under a causal mask or in a window, backward and there. Those of
+# FlashAttention 4 on Blackwell are two blocks of 128 queries forward, and 128 x 128 backward.
+_FA3 = {
+    64: ((192, 192), (192, 128), (128, 128), (128, 128)),
+    96: ((192, 144), (192, 144), (64, 128), (64, 128)),
+    128: ((128, 176), (128, 128), (80, 128), (64, 128)),
+}
+_FA3_WIDE = (128, 112), (128, 112), (64, 96), (64, 96)
+_FA4 = (256, 128), (256, 128), (128, 128), (128, 128)
 # Counted, not derived: instructions of a compiled kernel (SASS of sm_90) per number of its largest tensor; tests
 # recount them.
 ISSUE = {
@@ -100,8 +109,13 @@ def product_micros(rows: float, inner: float, columns: float, size: float, gpu: 
     return max(gpu.least_us, size / gpu.bandwidth_tbs / 1e6, least)
 
 
-def flash_tile(head_size: int, has_dropout: bool, backward: bool) -> tuple[int, int]:
-    """Queries and keys of a tile."""
+def flash_tile(
+    head_size: int, has_dropout: bool, backward: bool, implementation: str = "fa2", is_partial: bool = False
+) -> tuple[int, int]:
+    """Queries and keys of a tile. Args: is_partial: under a causal mask, or in a window."""
+    if implementation in ("fa3", "fa4"):
+        of_size = next((tiles for size, tiles in _FA3.items() if head_size <= size), _FA3_WIDE)
+        return (of_size if implementation == "fa3" else _FA4)[2 * backward + is_partial]
     tiles = next((tiles for size, tiles in _FLASH.items() if head_size <= size), _FLASH_WIDE)
     return tiles[2] if backward else tiles[1] if has_dropout else tiles[0]
 
@@ -133,6 +147,7 @@ class Work:
     pairs: float
     starts: float  # queries of the tiles forward, keys backward: each has a cost before its first pair
     type: str  # full, causal, dense (at a share of FlashAttention's rate), or one of RULE_TYPES
+    implementation: str = "fa2"  # of full and causal work, as in `training.attention`
 
     @staticmethod
     def flash(
@@ -143,19 +158,20 @@ class Work:
         p: float,
         backward: bool,
         window: int = 0,
+        implementation: str = "fa2",
     ) -> Work:
         """The work of FlashAttention. Args: queries, keys: as for `tile_pairs`. p: dropout."""
-        tile = flash_tile(head_size, p > 0, backward)
+        tile = flash_tile(head_size, p > 0, backward, implementation, causal or window > 0)
         along, step = (keys, tile[1]) if backward else (queries, tile[0])
         pairs = tile_pairs(queries, keys, causal, tile, window)
         starts = float(np.ceil(along / step).sum() * step)
-        return Work(pairs, starts, "causal" if causal else "full")
+        return Work(pairs, starts, "causal" if causal else "full", implementation)
 
     def times(self, factor: float) -> Work:
-        return Work(factor * self.pairs, factor * self.starts, self.type)
+        return replace(self, pairs=factor * self.pairs, starts=factor * self.starts)
 
     def plus(self, other: Work) -> Work:
-        return Work(self.pairs + other.pairs, self.starts + other.starts, self.type)
+        return replace(self, pairs=self.pairs + other.pairs, starts=self.starts + other.starts)
 
 
 def attention_micros(
@@ -169,9 +185,9 @@ def attention_micros(
     moved: float = 0.0,
 ) -> float:
     """Microseconds of a launch. Args: p: dropout. queries: tokens of the output. moved: bytes of score tables."""
-    rates = gpu.flash_64 if head_size <= 64 else gpu.flash_128
     if work.type in RULE_TYPES:
         return _rule_micros(work, heads, head_size, p, backward, gpu, moved)
+    rates = gpu.attention_tflops(work.implementation, head_size)
     share = {"full": 1.0, "causal": gpu.flash_causal, "dense": gpu.dense_share}[work.type]
     # Two products forward; five backward, since scores are computed again.
     flops = (10.0 if backward else 4.0) * heads * head_size * (work.pairs + gpu.flash_start * work.starts)

@@ -20,6 +20,7 @@ from megatron_lite.config.tree import Config
 from megatron_lite.metrics import version
 from megatron_lite.metrics.formatting import fit_line, format_count, format_duration
 from megatron_lite.metrics.peak_flops import PeakFlops
+from megatron_lite.model.attention_choice import describe_attention
 from megatron_lite.model.build import model_spec
 from megatron_lite.parallel.context import ParallelContext
 
@@ -177,9 +178,11 @@ def save_resolved(config: Config, program: dict[str, Any]) -> None:
 
 def start_line(config: Config, context: ParallelContext, step: int) -> str:
     """The console line before the first step, which takes minutes if kernels must be compiled."""
+    attention = describe_attention(config, context.device)
+    device = context.device.type if attention is None else f"{context.device.type}, attention {attention}"
     return (
         f"{model_spec(config).described_count(config)} parameters | {layout(context)} | {config.training.precision} on "
-        f"{context.device.type} | step {step} to {config.training.steps}; the first step on a machine compiles"
+        f"{device} | step {step} to {config.training.steps}; the first step on a machine compiles"
     )
 
 
@@ -193,6 +196,7 @@ def start_record(
         "layout": layout(context),
         "device": peak_flops.name,
         "compared_with": str(peak_flops),
+        "attention": describe_attention(config, context.device),
         "program": version.describe(program),
         "parameters": model_spec(config).count(config),
     }

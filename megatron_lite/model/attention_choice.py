@@ -1,16 +1,49 @@
-"""Which attention plan a model needs on a device."""
+"""Which attention plan a model needs on a device, and which implementation its launches run."""
 
 from __future__ import annotations
 
 import torch
 
+from data_utils.common.errors import ConfigError
+from megatron_lite.config.attention import Choice, choose, describe
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.tree import Config
 from megatron_lite.model.attention_backends.interface import BatchPlan
 from megatron_lite.model.attention_backends.layout import Layout
 from megatron_lite.model.attention_backends.plan import plan_attention
 from megatron_lite.model.attention_backends.varlen import VarlenPlan
 from megatron_lite.model.attention_backends.window import plan_layers
 from megatron_lite.model.kernels.fused import kernels_are_wanted
+from megatron_lite.model.kernels.varlen_kernels import try_attention, use_attention
+
+
+def attention_choice(config: Config, device: torch.device) -> Choice | None:
+    """The implementation that `training.attention` chooses on a device; None on a CPU, which has its own kernels.
+
+    Raises: ConfigError where a chosen one does not run there.
+    """
+    if device.type == "cuda":
+        return choose(config, torch.cuda.get_device_capability(device))
+    if config.training.attention != "auto":
+        raise ConfigError(
+            f"training.attention is {config.training.attention}, but this process computes on a CPU; set it to auto."
+        )
+    return None
+
+
+def describe_attention(config: Config, device: torch.device) -> str | None:
+    """What computes attention on a GPU, and why; None on a CPU."""
+    choice = attention_choice(config, device)
+    return None if choice is None else describe(config, choice)
+
+
+def set_attention(config: Config, device: torch.device) -> None:
+    """Apply `training.attention` in this process. Raises: ConfigError where the chosen one does not run here."""
+    choice = attention_choice(config, device)
+    if choice is not None:
+        use_attention(choice.name)
+        dtype = torch.float16 if config.training.precision == "fp16" else torch.bfloat16
+        try_attention(device, dtype, config.model.head_size)
 
 
 def dense_reason(config: ModelConfig, device: torch.device) -> str | None:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from data_utils.common.private_names import lookup
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.parallel.collectives import SINGLE, Group
 from megatron_lite.parallel.launch import Launch, rendezvous_address
@@ -305,11 +306,9 @@ def initialize(
             torch.set_num_threads(launch.threads)
 
     with _quiet():
-        import deepspeed  # noqa: F401
-        from deepspeed.ops import __compatible_ops__
-
+        compatible_ops = lookup("deepspeed.ops.__compatible_ops__")
     # Building it takes minutes and needs ninja, and a killed build leaves a lock on which every later start hangs.
-    __compatible_ops__["deepspeed_shm_comm"] = False
+    compatible_ops["deepspeed_shm_comm"] = False
     if use_gpu:
         # Before the process group: NCCL's communicators are made on the current device.
         torch.cuda.set_device(local_rank)

@@ -29,6 +29,7 @@ SAME_RUN = (
     "run.", "timeouts.", "trackers.", "profiler.", "parallel.", "generation.", "finetune.",
     "checkpoint.save_interval", "checkpoint.keep_", "checkpoint.asynchronous", "checkpoint.max_failed_saves",
     "checkpoint.resume", "checkpoint.accept_", "batch.micro_batch_size", "optimizer.kernel", "training.kernels",
+    "training.attention",
     "training.steps", "training.stop_after_step", "training.eval_", "training.recompute", "training.layernorm",
     "training.deterministic", "training.max_nonfinite_steps", "training.replica_check_interval",
     "training.gradient_norm_interval", "data.validation", "data.local_directory", "model.task_rows",

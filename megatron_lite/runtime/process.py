@@ -8,8 +8,10 @@ import torch
 
 from data_utils.common.errors import ExitStatus
 from data_utils.common.memory import keep_freed_memory
+from data_utils.common.private_names import groups_of, require_names
 from megatron_lite.config.sections import TrainingConfig
 from megatron_lite.config.tree import Config
+from megatron_lite.model.attention_choice import set_attention
 from megatron_lite.model.kernels.fused import choose_kernels
 from megatron_lite.parallel.context import ParallelContext, initialize
 from megatron_lite.parallel.launch import Launch, report_status
@@ -51,7 +53,9 @@ def run_with_ranks(
     watchdog.at("joining the process group")
     context = initialize(launch, config.parallel, config.timeouts.collective_seconds, rendezvous)
     watchdog.joined()
+    require_names(*groups_of(config.parallel.pipeline_parallel_size, config.parallel.zero_stage))
     set_numerics(config.training, context.device)
+    set_attention(config, context.device)
     if context.device.type == "cpu":
         keep_freed_memory()
     try:

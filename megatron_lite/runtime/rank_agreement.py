@@ -12,10 +12,12 @@ import json
 from data_utils.common.settings import leaves, to_tree
 from data_utils.dataset.manifest import read_manifest
 from data_utils.objectives import OBJECTIVES
+from megatron_lite.config.attention import IMPLEMENTATIONS
 from megatron_lite.config.tree import Config
 from megatron_lite.metrics import version
 
-_LIBRARIES = ("torch", "deepspeed", "numpy")
+_ATTENTION = tuple(one.package.name for one in IMPLEMENTATIONS.values() if one.package is not None)
+_LIBRARIES = ("torch", "deepspeed", "numpy", *_ATTENTION)
 
 
 def facts(config: Config, device: str) -> dict[str, str]:
@@ -43,7 +45,7 @@ def facts(config: Config, device: str) -> dict[str, str]:
 def _version_of(library: str) -> str:
     try:
         return importlib.metadata.version(library)
-    except importlib.metadata.PackageNotFoundError:  # importable from PYTHONPATH, but not installed
+    except importlib.metadata.PackageNotFoundError:  # importable from PYTHONPATH, or not installed
         return "unknown"
 
 

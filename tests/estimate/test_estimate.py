@@ -71,9 +71,13 @@ def test_formulas_are_near_the_trace(profile_of, name):
     assert_near(name, profile_of(name))
 
 
+OF_ATTENTION = ("without dropout, fa3", "local layers, fa3")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [*LAYOUTS, "t5", "unilmv2", "deberta", "xlnet", "modern", "local layers", "loss rows"]
+    "name",
+    [*LAYOUTS, "t5", "unilmv2", "deberta", "xlnet", "modern", "local layers", "loss rows", *OF_ATTENTION],
 )
 def test_formulas_are_near_the_trace_in_every_layout(profile_of, name):
     assert_near(name, profile_of(name))

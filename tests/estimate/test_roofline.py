@@ -52,6 +52,43 @@ def attention():
     return attention_micros(work, 16, 64, 0.1, False, H100, 8192)
 
 
+# TFLOP/s of FlashAttention-3 (arXiv:2407.08608, figures 5 and 6) on documents of 512 to 16,384 tokens, width 2048; how
+# far the formula may be from them.
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+PUBLISHED = {
+    (64, False): ((333, 392, 460, 476, 496, 497), 0.08),
+    (64, True): ((272, 363, 422, 453, 472, 474), 0.07),
+    (128, False): ((467, 565, 625, 638, 646, 648), 0.16),
+    (128, True): ((316, 424, 501, 542, 559, 561), 0.07),
+}
+
+
+@pytest.mark.parametrize(("head_size", "backward"), PUBLISHED)
+def test_fa3_reaches_its_published_rates(head_size, backward):
+    rates, tolerance = PUBLISHED[head_size, backward]
+    heads = 2048 // head_size
+    for length, rate in zip(LENGTHS, rates, strict=True):
+        documents = np.full(16384 // length, float(length))
+        work = Work.flash(documents, documents, False, head_size, 0.0, backward, 0, "fa3")
+        micros = attention_micros(work, heads, head_size, 0.0, backward, H100, 16384.0)
+        flops = (10 if backward else 4) * heads * head_size * 16384 * length
+        assert flops / micros / 1e6 == pytest.approx(rate, rel=tolerance), length
+
+
+def test_an_implementation_has_its_own_rates_and_no_other_is_changed():
+    found = {
+        name: attention_micros(
+            Work.flash(LONG, LONG, False, 64, 0.0, False, 0, name), 16, 64, 0.0, False, H100, 1.0
+        )
+        for name in ("fa2", "fa3", "torch")
+    }
+    assert found["fa3"] < found["fa2"] == pytest.approx(found["torch"] * H100.dense_share)
+    assert H100.attention_tflops("fa2", 64) == H100.attention_tflops("auto", 64) == H100.flash_64
+
+
+LONG = np.full(4, 4096.0)
+
+
 def norm_backward():
     size = 5 * 2 * T * WIDTH + 528 * 3 * WIDTH * 4 + 8 * T
     return kernel_micros(size, H100, ISSUE["add_norm_backward"] * T * WIDTH, T / 528)

@@ -21,6 +21,7 @@ from support.recipes import RECIPES
 
 from data_utils.common.settings import merge
 from data_utils.objectives import OBJECTIVES
+from megatron_lite.config.attention import IMPLEMENTATIONS
 
 TOLERANCES = {
     torch.float32: 1e-4,
@@ -44,6 +45,17 @@ def check_attention(dtype, recipes, sequence_length, fresh):
 def test_attention_is_softmax_over_the_rule(visible_gpus, dtype):
     """And with dropout both passes drop the same weights."""
     check_attention(dtype, list(RECIPES), 512, fresh=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in IMPLEMENTATIONS if name != "fa2"])
+def test_every_implementation_of_attention_is_softmax_over_the_rule(visible_gpus, name):
+    """That this machine has; fa2 is that of the test above."""
+    (found,) = run_ranks(gpu_checks.attention_of, 1, name, list(RECIPES), 512, fresh=True, limit_seconds=240)
+    if found is None:
+        pytest.skip(f"no package or GPU for {name}")
+    tolerance = TOLERANCES[torch.bfloat16]
+    assert {recipe: value for recipe, value in found.items() if not value <= tolerance} == {}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)

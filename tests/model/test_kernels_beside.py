@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.attention import EmulatedKernel
 from support.kernels import interpreted_kernels
 
 from benchmarks import kernels
+from data_utils.common.errors import ConfigError
 from megatron_lite.estimate.gpus import GPUS
 from megatron_lite.model.kernels import cross_entropy, fused, rule_attention
 from megatron_lite.model.kernels import qkv_heads as heads
@@ -39,6 +41,55 @@ def test_the_first_that_differs_is_named(monkeypatch):
     )
     every = found()
     assert [one.name for one in every if one.differs] == ["activate_backward gelu_tanh"] == [every[-1].name]
+
+
+@pytest.fixture
+def attention(monkeypatch):
+    """The implementations' kernels, written out; fa3's package does not work."""
+
+    def use(name):
+        if name == "fa3":
+            raise ConfigError("training.attention is fa3, whose package is broken")
+
+    monkeypatch.setattr(kernels, "use_attention", use)
+    monkeypatch.setattr(kernels, "varlen_kernel", lambda dtype: EmulatedKernel)
+    return lambda names: list(kernels.bisect_attention(names, torch.device("cpu"), 24, 128, H100))
+
+
+def test_each_implementation_of_attention_has_a_line(attention, monkeypatch, capsys):
+    monkeypatch.setattr(kernels, "DOCUMENT", 8)
+    found = {one.name: one for one in attention(["fa2", "fa3", "fa4"])}
+    assert list(found) == [f"{kernel} {name}" for name in ("fa2", "fa3", "fa4") for kernel in DIRECTIONS]
+    assert [name for name, one in found.items() if one.differs] == ["attention fa3", "attention_backward fa3"]
+    assert "whose package is broken" in capsys.readouterr().err
+    assert found["attention fa4"].expected_us > 0 and found["attention fa4"].measured_us is None
+
+
+DIRECTIONS = ("attention", "attention_backward")
+
+
+@pytest.mark.parametrize("direction", [0, 1])
+def test_a_wrong_implementation_of_attention_is_named(attention, monkeypatch, direction):
+    class Wrong:
+        @staticmethod
+        def forward(*given):
+            out, state = EmulatedKernel.forward(*given)
+            return (1.1 if direction == 0 else 1.0) * out, state
+
+        @staticmethod
+        def backward(grad, q, k, v, out, state, *rest):
+            right, _ = EmulatedKernel.forward(q, k, v, *rest)
+            found = EmulatedKernel.backward(grad, q, k, v, right, state, *rest)
+            return [(1.1 if direction == 1 else 1.0) * gradient for gradient in found]
+
+    monkeypatch.setattr(kernels, "varlen_kernel", lambda dtype: Wrong)
+    assert [one.differs for one in attention(["fa2"])] == [direction == 0, direction == 1]
+
+
+def test_a_machine_has_what_runs_and_is_installed():
+    assert kernels.implementations((9, 0)) == ["fa2", "torch"] and kernels.implementations((7, 0)) == [
+        "torch"
+    ]
 
 
 MODULES = fused, cross_entropy, rule_attention, heads

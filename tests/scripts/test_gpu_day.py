@@ -22,6 +22,7 @@ MACHINE = {
     "cuda": "13.0",
     "nccl": "2.28.3",
     "apex": False,
+    "attention": ["fa3", "fa2", "torch"],
     "commit": "abc123",
 }
 WRITES = "import sys; open(sys.argv[1], 'w').write('[{\"tflops\": 400}]'); print('a table')"
@@ -64,6 +65,7 @@ def test_a_day_that_passes(day):
     assert everything["machine"] == MACHINE
     (step,) = everything["steps"]
     assert (step["outcome"], step["results"], step["output"]) == ("passed", [{"tflops": 400}], "a table")
+    assert "Attention: fa3, fa2, torch." in page
     assert "NVIDIA H100 80GB HBM3 (79.1 GiB)" in page and "Commit abc123" in page
     assert "| speed | passed |" in page and "a table" in page
 

@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from megatron_lite.config.attention import IMPLEMENTATIONS
 from megatron_lite.config.sections import ParallelConfig, TrainingConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.model.attention_backends.layout import make_layout
 from megatron_lite.model.attention_backends.plan import plan_attention
+from megatron_lite.model.kernels.varlen_kernels import use_attention
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.runtime.process import set_numerics
 from support import parity
@@ -53,6 +55,17 @@ def attention(
     """`attention_differences` and `dropout_faults`."""
     arguments = (context, dtype, recipes, sequence_length)
     return attention_differences(*arguments), dropout_faults(*arguments)
+
+
+def attention_of(
+    context: ParallelContext, implementation: str, recipes: list[str], sequence_length: int
+) -> dict[str, float] | None:
+    """`attention_differences` in bf16 with an implementation; None where the GPU does not run it, or it is missing."""
+    wanted = IMPLEMENTATIONS[implementation]
+    if not wanted.is_here or not wanted.runs_on(torch.cuda.get_device_capability(context.device)):
+        return None
+    use_attention(implementation)
+    return attention_differences(context, torch.bfloat16, recipes, sequence_length)
 
 
 def attention_inputs(

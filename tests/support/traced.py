@@ -59,6 +59,19 @@ MORE = {
     "deberta": (DEBERTA, 1, 1, ("batch.micro_batch_size=64",), None, 1),
     "xlnet": (XLNET, 1, 1, (), None, 1),
     "llama": (LLAMA, 8, 1, (), None, 1),
+    **{
+        f"llama, {name}": (LLAMA, 8, 1, (f"training.attention={name}",), None, 1)
+        for name in ("fa3", "fa4", "torch")
+    },
+    "without dropout, fa3": (
+        PAPER,
+        64,
+        1,
+        ("model.attention_dropout=0.0", "training.attention=fa3"),
+        None,
+        1,
+    ),
+    "local layers, fa3": (WINDOWED, 1, 1, (*SHORT_ROWS, "training.attention=fa3"), None, 1),
     "qwen3": (QWEN3, 8, 1, (), None, 1),
     "qwen3 without norms of heads": (QWEN3, 8, 1, ("model.query_key_norm=false",), None, 1),
     "loss rows": (PAPER, 64, 1, ("training.loss_rows=512",), None, 1),

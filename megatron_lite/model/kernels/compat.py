@@ -1,32 +1,20 @@
-"""Functions of torch outside its documented interface that the model uses."""
+"""Functions of torch that no documentation promises (private_names.py), as the model uses them."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 
-from data_utils.common.errors import ConfigError
-
-
-def _undocumented(owner: Any, name: str) -> Any:
-    try:
-        return getattr(owner, name)
-    except AttributeError:
-        raise ConfigError(
-            f"torch {torch.__version__} has no {name}, which this program needs; install the version of torch that "
-            "requirements.txt names."
-        ) from None
-
+from data_utils.common.private_names import lookup
 
 # The kernels that F.scaled_dot_product_attention runs on CPU. With these, the backward pass makes masks again, where
 # autograd would keep them.
-_KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
-flash_forward_on_cpu = _undocumented(torch.ops.aten, _KERNEL).default
-flash_backward_on_cpu = _undocumented(torch.ops.aten, f"{_KERNEL}_backward").default
+_KERNEL = "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu"
+flash_forward_on_cpu = lookup(_KERNEL).default
+flash_backward_on_cpu = lookup(f"{_KERNEL}_backward").default
 
-_count_of_modes = _undocumented(torch._C, "_len_torch_dispatch_stack")
+_count_of_modes = lookup("torch._C._len_torch_dispatch_stack")
 
 
 def is_watched() -> bool:
@@ -46,7 +34,7 @@ _HALF_INSTRUCTIONS = {
 def cpu_has_half_matmul(dtype: torch.dtype) -> bool:
     """True if this CPU multiplies matrices of `dtype` with dedicated instructions."""
     names = _HALF_INSTRUCTIONS.get(dtype)
-    return names is None or any(_undocumented(torch.cpu, name)() for name in names)
+    return names is None or any(lookup(f"torch.cpu.{name}")() for name in names)
 
 
 def widens(x: torch.Tensor) -> bool:

@@ -1,13 +1,102 @@
-"""Fused attention kernels of CUDA on sequences of different lengths, outside torch's documented interface."""
+"""Fused attention kernels of CUDA on sequences of different lengths: FlashAttention, and the memory-efficient kernel.
+
+Without dropout the forward pass of FlashAttention is torch's public function. Its operators without documentation
+(private_names.py) remain for dropout, which the public function has not, and for backward passes: it has one only as a
+node of autograd, whose call costs the host more than the launch, and which fills a tensor in each forward pass.
+
+FlashAttention 3 and 4 are packages that torch's switch puts in place of these operators, see `use_attention`.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
+from torch.nn.attention import (
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    restore_flash_attention_impl,
+)
 
 from data_utils.common.errors import ConfigError
+from data_utils.common.private_names import lookup
+from data_utils.common.setting_files import one_line
+from megatron_lite.config.attention import IMPLEMENTATIONS, Package
 from megatron_lite.model.kernels.compat import Gradients
+
+_flash_forward = lookup("torch.ops.aten._flash_attention_forward")
+_flash_backward = lookup("torch.ops.aten._flash_attention_backward")
+_efficient_forward = lookup("torch.ops.aten._efficient_attention_forward")
+_efficient_backward = lookup("torch.ops.aten._efficient_attention_backward")
+
+_implementation = "fa2"  # of this process, see `use_attention`
+
+
+def attention_in_use() -> str:
+    """The implementation that kernels in half precision run: a name of `IMPLEMENTATIONS`."""
+    return _implementation
+
+
+def use_attention(name: str, activate: bool = True) -> None:
+    """Run an implementation from now on, in this process.
+
+    Args: activate: False where no kernel runs, on fake devices: the package may be missing.
+    Raises: ConfigError if its package does not work here.
+    """
+    global _implementation
+    package = IMPLEMENTATIONS[name].package
+    if activate and package is not None:
+        try:
+            activate_flash_attention_impl(name.upper())
+        except (ImportError, OSError, RuntimeError, ValueError) as error:
+            raise _unusable(name, package, error) from error
+    elif current_flash_attention_impl() is not None:
+        restore_flash_attention_impl()
+    if name != "torch":
+        _public_forward()  # not in the first step: see there
+    _implementation = name
+
+
+def try_attention(device: torch.device, dtype: torch.dtype, head_size: int) -> None:
+    """Launch the implementation in use once in both directions. Raises: ConfigError if its package does not work here.
+
+    A package that is imported may still be built for another GPU, or called by torch in a way that it has left.
+    """
+    name = _implementation
+    package = IMPLEMENTATIONS[name].package
+    if package is None:
+        return
+    q = torch.ones(16, 1, head_size, device=device, dtype=dtype)
+    ends = torch.tensor([0, 16], device=device, dtype=torch.int32)
+    launch = SimpleNamespace(
+        query_ends=ends, key_ends=ends, longest_queries=16, longest_keys=16, causal=False, window=0
+    )
+    try:
+        out, state = _Flash.forward(q, q, q, launch, 0.0)
+        _Flash.backward(q, q, q, q, out, state, launch, 0.0)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except Exception as error:  # whatever the package raises
+        raise _unusable(name, package, error) from error
+
+
+def _unusable(name: str, package: Package, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"training.attention chooses {name}, whose package {package.name} does not work here ({one_line(error)}); "
+        f"{package.install}, built for this torch and CUDA, or set training.attention to fa2."
+    )
+
+
+@functools.cache
+def _public_forward() -> Callable[..., Any]:
+    """torch's function, which writes the output into its first argument and returns it and the log of the sums."""
+    # Its module imports torch's compiler, which takes more than a second: a CPU never calls it.
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn_out
+
+    return functools.partial(varlen_attn_out, return_aux=AuxRequest(lse=True))
 
 
 class VarlenKernel(Protocol):
@@ -28,33 +117,42 @@ class VarlenKernel(Protocol):
 
 
 class _Flash(VarlenKernel):
-    """FlashAttention 2, for bf16 and fp16. Its causal mask is aligned at the bottom right."""
+    """FlashAttention 2, 3 or 4, for bf16 and fp16. Its causal mask is aligned at the bottom right."""
 
     @staticmethod
     def forward(q, k, v, launch, dropout):  # type: ignore[no-untyped-def]
-        out, *state = torch.ops.aten._flash_attention_forward(
-            q, k, v, launch.query_ends, launch.key_ends, launch.longest_queries, launch.longest_keys,
-            dropout, launch.causal, False, **_window_sides(launch),
-        )  # fmt: skip
-        return out, state[:3]  # log of the sum of exponentials, state of the generator
+        ends = launch.query_ends, launch.key_ends, launch.longest_queries, launch.longest_keys
+        left, right = _window_sides(launch)
+        if dropout:
+            out, *state = _flash_forward(
+                q, k, v, *ends, dropout, launch.causal, False, window_size_left=left, window_size_right=right
+            )
+            return out, state[:3]  # log of the sum of exponentials, state of the generator
+        # Into a tensor of ours: fa3 and fa4 fill two tensors more where they make the output themselves.
+        out = q.new_empty(q.shape)
+        _, log_sums = _public_forward()(out, q, k, v, *ends, window_size=(left, right))
+        return out, [log_sums]
 
     @staticmethod
     def backward(grad, q, k, v, out, state, launch, dropout):  # type: ignore[no-untyped-def]
         log_sums, *generator = state
-        return torch.ops.aten._flash_attention_backward(
-            grad, q, k, v, out, log_sums, launch.query_ends, launch.key_ends,
-            launch.longest_queries, launch.longest_keys, dropout, launch.causal, *generator, **_window_sides(launch),
+        # Without dropout no kernel reads the generator's state.
+        generator = generator or [q.new_empty(2, dtype=torch.uint64), q.new_empty(0)]
+        left, right = _window_sides(launch)
+        return _flash_backward(
+            grad, q, k, v, out, log_sums, launch.query_ends, launch.key_ends, launch.longest_queries,
+            launch.longest_keys, dropout, launch.causal, *generator, window_size_left=left, window_size_right=right,
         )  # fmt: skip
 
 
-def _window_sides(launch: Any) -> dict[str, int]:
-    """The keys on both sides of each query in a local layer."""
-    left, right = launch.window, 0 if launch.causal else launch.window
-    return {"window_size_left": left, "window_size_right": right} if launch.window else {}
+def _window_sides(launch: Any) -> tuple[int, int]:
+    """The keys on both sides of each query; -1 = all of them."""
+    left = launch.window or -1
+    return left, 0 if launch.causal else left
 
 
 class _Efficient(VarlenKernel):
-    """The memory-efficient kernel, for fp32."""
+    """The memory-efficient kernel, for fp32 and for GPUs without FlashAttention."""
 
     FROM_BOTTOM_RIGHT = 2  # its number for a causal mask
 
@@ -62,10 +160,10 @@ class _Efficient(VarlenKernel):
     def forward(cls, q, k, v, launch, dropout):  # type: ignore[no-untyped-def, override]
         if launch.window:
             raise ConfigError(
-                f"model.attention_window is {launch.window} in fp32, for which CUDA's kernel has none; set "
-                "training.precision to bf16 or fp16."
+                f"model.attention_window is {launch.window}, which CUDA's memory-efficient kernel lacks; it runs in "
+                "fp32 and on GPUs before Ampere: set training.precision to bf16 or fp16, and use a later GPU."
             )
-        out, *state, _, _ = torch.ops.aten._efficient_attention_forward(
+        out, *state, _, _ = _efficient_forward(
             q[None], k[None], v[None], None, launch.query_ends, launch.key_ends,
             launch.longest_queries, launch.longest_keys, dropout, cls.FROM_BOTTOM_RIGHT if launch.causal else 0, True,
         )  # fmt: skip
@@ -74,7 +172,7 @@ class _Efficient(VarlenKernel):
     @classmethod
     def backward(cls, grad, q, k, v, out, state, launch, dropout):  # type: ignore[no-untyped-def, override]
         log_sums, *generator = state
-        *grads, _ = torch.ops.aten._efficient_attention_backward(
+        *grads, _ = _efficient_backward(
             grad[None], q[None], k[None], v[None], None, out[None], launch.query_ends, launch.key_ends,
             launch.longest_queries, launch.longest_keys, log_sums, dropout, *generator,
             cls.FROM_BOTTOM_RIGHT if launch.causal else 0, False,
@@ -84,4 +182,4 @@ class _Efficient(VarlenKernel):
 
 def varlen_kernel(dtype: torch.dtype) -> type[VarlenKernel]:
     """The kernel for operands of a type."""
-    return _Efficient if dtype == torch.float32 else _Flash
+    return _Efficient if dtype == torch.float32 or _implementation == "torch" else _Flash
