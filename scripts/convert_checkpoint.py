@@ -127,6 +127,8 @@ def main() -> None:
     # Imported here: --help and mistakes in the arguments must not wait for torch and transformers.
     if arguments.command == "export":
         max_shard_bytes = parse_size(arguments.max_shard_size)
+        if arguments.adapter and arguments.layout == "released":
+            raise ConfigError("--adapter writes names of transformers' classes; remove --layout released.")
         resolve_model(arguments.checkpoint, "--checkpoint")
         to_push = require_push(arguments)
         from megatron_lite.hf.export import ExportOptions, export_run
@@ -167,6 +169,8 @@ def convert(arguments: argparse.Namespace, source: Path, tree: dict[str, Any]) -
                 f"--input {source} is an adapter on another model; pass --base RUN, the run of that model (import its "
                 "directory first)."
             )
+        if arguments.copy_eop_to_gmask:
+            raise ConfigError("--copy-eop-to-gmask is for a model, but --input is an adapter; remove it.")
         import_adapter(source, arguments.base, arguments.output, tree)
         return None
     if arguments.base is not None:

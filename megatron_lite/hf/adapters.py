@@ -46,6 +46,7 @@ from megatron_lite.hf.files.weights import (
     Weights,
     check_shapes,
     new_directory,
+    open_pickle,
     open_safetensors,
     read_json,
     write_json,
@@ -181,7 +182,7 @@ def import_adapter(source: Path, base: Path, output: Path, tree: Mapping[str, An
     """
     with new_directory(output) as directory:
         fields = _read_fields(source / ADAPTER_CONFIG)
-        adapter = open_safetensors(source / ADAPTER_WEIGHTS)
+        adapter = _open_weights(source)
         run = open_run(resolve_model(base, "--base"))
         _require_base(run, base)
         weights = Weights(run.checkpoint.shapes, weight_reader(run.checkpoint))
@@ -197,6 +198,12 @@ def import_adapter(source: Path, base: Path, output: Path, tree: Mapping[str, An
             config,
         )
         _copy_files(run.checkpoint.path.parent.parent, directory)
+
+
+def _open_weights(source: Path) -> Weights:
+    pickled = source / "adapter_model.bin"  # of older versions of peft
+    is_pickled = pickled.exists() and not (source / ADAPTER_WEIGHTS).exists()
+    return open_pickle(pickled) if is_pickled else open_safetensors(source / ADAPTER_WEIGHTS)
 
 
 def _require_base(run: OpenRun, base: Path) -> None:

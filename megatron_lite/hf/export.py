@@ -31,7 +31,14 @@ from megatron_lite.config.tree import Config
 from megatron_lite.hf.adapters import write_adapter
 from megatron_lite.hf.files import proof
 from megatron_lite.hf.files.config_json import OwnLayout, write_config
-from megatron_lite.hf.files.lora import exported_name, merged, own_modules, split_updates, without_updates
+from megatron_lite.hf.files.lora import (
+    exported_name,
+    merged,
+    merged_here,
+    own_modules,
+    split_updates,
+    without_updates,
+)
 from megatron_lite.hf.files.model_card import model_card
 from megatron_lite.hf.files.proof import Question
 from megatron_lite.hf.files.proof_report import Report, write_report
@@ -58,8 +65,9 @@ from megatron_lite.hf.published import proof as published_proof
 from megatron_lite.hf.published.heads import SEVERAL_LABELS
 from megatron_lite.hf.published.runs import trained_template, write_published
 from megatron_lite.hf.published.systems import SYSTEMS_BY_NAME
-from megatron_lite.inference.open_run import OpenRun, load_model, objective_names, open_run
+from megatron_lite.inference.open_run import OpenRun, filled, load_model, objective_names, open_run
 from megatron_lite.model.flops import parameter_shapes
+from megatron_lite.model.transformer import GLM
 
 _CODE = [f"{name}_glm.py" for name in ("configuration", "positions", "modeling", "tokenization", "pipeline")]
 _AUTO_MAP = {
@@ -324,13 +332,24 @@ def generation_config(special: SpecialTokens) -> GenerationConfig:
     )
 
 
+def _exported_model(run: OpenRun, dtype: torch.dtype) -> GLM:
+    """Our model with the weights as the export has them: rounded to its type, updates of LoRA before that."""
+    checkpoint, config = run.checkpoint, run.config.model
+    if config.lora is None or dtype == torch.float32:
+        return load_model(checkpoint, config, lambda weight: weight.to(dtype).float())
+    with torch.device("meta"):
+        adapted, model = GLM(config), GLM(replace(config, lora=None))
+    read = merged_here(Weights(checkpoint.shapes, weight_reader(checkpoint)), adapted)
+    return filled(model, parameter_shapes(model.config), lambda name: read(name).to(dtype).float())
+
+
 def _prove_published(directory: Path, run: OpenRun, options: ExportOptions, class_name: str) -> Report:
     dtype, config, template = DTYPES[options.dtype], run.config.model, trained_template(run)
     start = None if template is None else next(iter(template.start), None)
     tokenizers = {"tokenizer": prove_exported(run.tokenizer, directory).as_record()}
     comparisons = proof.prove(
         lambda computed: published_proof.ask(directory, class_name, config, start, computed),
-        lambda: load_model(run.checkpoint, config, lambda weight: weight.to(dtype).float()),
+        lambda: _exported_model(run, dtype),
         options.tolerance,
         f"the export of {run.checkpoint.path}",
         run.checkpoint.shapes,
@@ -352,7 +371,7 @@ def _prove_export(directory: Path, run: OpenRun, options: ExportOptions) -> Repo
 
     comparisons = proof.prove(
         ask,
-        lambda: load_model(run.checkpoint, config, lambda weight: weight.to(dtype).float()),
+        lambda: _exported_model(run, dtype),
         options.tolerance,
         f"the export of {run.checkpoint.path}",
         run.checkpoint.shapes,

@@ -183,10 +183,15 @@ def with_weights(
     change: Callable[[torch.Tensor], torch.Tensor] = lambda weight: weight,
 ) -> Model:
     """A model on the device "meta" with the weights of a checkpoint, in eval mode. Args: as for `load_model`."""
-    parameters, read = dict(model.named_parameters()), weight_reader(checkpoint)
-    weights = {}
-    for name in checkpoint.shapes:
+    read = weight_reader(checkpoint)
+    return filled(model, checkpoint.shapes, lambda name: change(read(name)))
+
+
+def filled(model: Model, names: Iterable[str], read: Callable[[str], torch.Tensor]) -> Model:
+    """A model on the device "meta" with its weights, in eval mode. Args: read: name -> whole weight."""
+    parameters, weights = dict(model.named_parameters()), {}
+    for name in names:
         parameter = parameters[name]
-        weights[name] = local_shard(change(read(name)), partition_of(parameter), 0, 1, len(parameter))
+        weights[name] = local_shard(read(name), partition_of(parameter), 0, 1, len(parameter))
     model.load_state_dict(weights, assign=True)
     return model.eval()

@@ -177,6 +177,9 @@ def test_training_and_files_are_pefts(case, ranks, tmp_path):
     exported = class_model(case, tmp_path / "merged").state_dict()
     assert exported.keys() == merged.keys()
     assert all(torch.equal(exported[name], tensor) for name, tensor in merged.items())
+    export_run(run, tmp_path / "rounded", ExportOptions(dtype="bf16"))
+    rounded = class_model(case, tmp_path / "rounded").float().state_dict()
+    assert all(torch.equal(rounded[name], tensor.bfloat16().float()) for name, tensor in merged.items())
     begun = class_model(case, original).state_dict()
     assert not all(torch.equal(exported[name], begun[name]) for name in begun)
 
@@ -240,6 +243,16 @@ def test_a_tuned_classifier_goes_to_peft_and_comes_back(tmp_path):
     here = ["import", "--input", tmp_path / "use_dora", "--output", tmp_path / "again", "--base"]
     assert_refused(forked(CONVERT, *here, tmp_path / "whole"), "it lacks layers.1.")
     assert not (tmp_path / "again").exists()
+    tune = ["--checkpoint", tuned, "--task", task, "--output", tmp_path / "more", "model.lora=null"]
+    assert_refused(forked(TUNE, *tune), "has updates of LoRA, but model.lora is null")
+    assert_refused(forked(TUNE, *tune[:-1]), "finetune.trained is all with model.lora")
+    done(TUNE, *tune[:-1], "finetune.trained=lora", "finetune.epochs=1")  # the same updates, trained further
+    torch.save(written, changed / "adapter_model.bin")
+    (changed / "adapter_model.safetensors").unlink()
+    (changed / "adapter_config.json").write_text(json.dumps(described))
+    done(
+        CONVERT, "import", "--input", changed, "--output", tmp_path / "pickled", "--base", tmp_path / "whole"
+    )
     plain = ["export", "--checkpoint", tmp_path / "whole", "--output", tmp_path / "again", "--adapter"]
     assert_refused(forked(CONVERT, *plain), "has no updates of LoRA")
 

@@ -11,12 +11,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megatron_lite.config.lora import LORA, WHOLE, LoraConfig, class_layers
+from megatron_lite.config.lora import LORA, PARTS, WHOLE, LoraConfig, class_layers
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.files.system_table import SAME, TRANSPOSED, WeightTransform
 from megatron_lite.hf.files.weights import SCORE, TASK_CLASSIFIER, Weights
 from megatron_lite.model.flops import parameter_shapes
+from megatron_lite.model.tensor_parallel import partition_of
+from megatron_lite.model.transformer import GLM
 
 GLM_PREFIX = "glm."  # of the names in GLM's own class
 
@@ -75,6 +77,30 @@ def without_updates(config: Config) -> Config:
         return config
     finetune = replace(config.finetune, trained="all") if config.task is not None else config.finetune
     return replace(config, model=replace(config.model, lora=None), finetune=finetune)
+
+
+def merged_here(weights: Weights, model: GLM) -> Callable[[str], torch.Tensor]:
+    """A function: name -> weight with its updates added, under our names. Args: model: with updates, of any device."""
+    config, parameters = model.config, dict(model.named_parameters())
+    settings, layers = config.lora, class_layers(config)
+    assert settings is not None
+
+    def read(name: str) -> torch.Tensor:
+        weight, module = weights.read(name), name.removesuffix(".weight")
+        path = module.split(".", 2)[-1]
+        if not name.startswith("layers.") or not name.endswith(".weight") or path not in layers:
+            return weight
+        is_whole = len(layers[path]) == 1
+        rows = [len(weight)] if is_whole else partition_of(parameters[name]).block_rows(len(weight))
+        blocks = list(weight.split(rows))
+        for number, part in enumerate((WHOLE,) if is_whole else PARTS[path]):
+            key = f"{module}{LORA}{part}"
+            if f"{key}.a" in weights.shapes:
+                product = weights.read(f"{key}.b") @ weights.read(f"{key}.a")
+                blocks[number] = blocks[number] + product * settings.scale
+        return torch.cat(blocks)
+
+    return read
 
 
 def merged(theirs: Weights, updates: Weights, modules: Modules, settings: LoraConfig) -> Weights:

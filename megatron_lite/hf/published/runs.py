@@ -31,7 +31,7 @@ from megatron_lite.config.tree import Config
 from megatron_lite.hf.files import proof
 from megatron_lite.hf.files.config_json import write_config
 from megatron_lite.hf.files.first_checkpoint import write_imported_run
-from megatron_lite.hf.files.lora import merged, split_updates
+from megatron_lite.hf.files.lora import merged, split_updates, without_updates
 from megatron_lite.hf.files.model_card import published_card
 from megatron_lite.hf.files.system_table import PublishedSystem
 from megatron_lite.hf.files.weights import (
@@ -277,7 +277,8 @@ def write_published(directory: Path, weights: Weights, run: OpenRun, dtype: str,
     oldest = oldest_version(class_name, run.config.model, read_json(directory / "config.json"))
     if oldest.startswith("5"):
         log.warning("transformers before %s does not compute what this %s does", oldest, class_name)
-    card = published_card(run, class_name, oldest, is_imported=imported.exists(), extra_file=extra_file)
+    plain = replace(run, config=without_updates(run.config))
+    card = published_card(plain, class_name, oldest, is_imported=imported.exists(), extra_file=extra_file)
     (directory / "README.md").write_text(card, encoding="utf-8")
     return class_name
 
