@@ -25,6 +25,7 @@ from data_utils.common.settings import (
 )
 
 FOLDER = "cleaning"  # of the project's own recipes, below configs/
+MAX_HASHES = 10_000  # of a text; each takes 8 bytes for every n-gram of the text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +135,13 @@ class NearDuplicates:
     n_grams: int = setting(5, "words of an n-gram", at_least=1, at_most=100)
     num_buckets: int = setting(14, "bands", at_least=1, at_most=1000)
     hashes_per_bucket: int = setting(8, "rows: hashes of a band", at_least=1, at_most=1000)
+
+    def __post_init__(self) -> None:
+        if (hashes := self.num_buckets * self.hashes_per_bucket) > MAX_HASHES:
+            sentence = (
+                f"near_duplicates.num_buckets x hashes_per_bucket is {hashes:,}; at most {MAX_HASHES:,}."
+            )
+            raise SettingsError({"near_duplicates.num_buckets": sentence}, "")
 
 
 @dataclass(frozen=True, kw_only=True)

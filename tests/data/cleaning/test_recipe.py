@@ -163,6 +163,7 @@ def test_shipped_recipes_are_read_by_name(name):
         ("words: letters\ncontaminated: maybe\n", [":1: words", ":2: contaminated"]),
         ("filters: [c4]\n", [":1: filters"]),
         ("near_duplicates: {num_buckets: 0, rows: 3}\n", [":1: near_duplicates.num_buckets", "near_duplicates.rows"]),
+        ("near_duplicates:\n  num_buckets: 1000\n  hashes_per_bucket: 1000\n", [":2: near_duplicates.num_buckets x"]),
         ("a: [\n", [":2 is not valid YAML"]),
         ("- c4\n", ["must hold a mapping"]),
         ("keep: !!python/object/apply:os.system [true]\n", [":1 is not valid YAML"]),
