@@ -11,7 +11,8 @@ from support.edited_configs import edits
 from support.published import CASES, write_random
 
 from data_utils.common.errors import CheckpointError, UserError
-from megatron_lite.hf.importing import import_directory, open_source
+from megatron_lite.hf.glm.importing import open_glm
+from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published.source import is_published, open_published
 
 SYSTEMS = (
@@ -35,7 +36,7 @@ def directory(request, exports, tmp_path):
 
 def read(directory):
     """What an import does before it writes anything."""
-    return (open_published if is_published(directory) else open_source)(directory)
+    return (open_published if is_published(directory) else open_glm)(directory)
 
 
 def check_edits(directory, chosen):

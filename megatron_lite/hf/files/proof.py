@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 from data_utils.common.errors import CheckpointError
+from megatron_lite.hf.files.weights import DTYPES
+from megatron_lite.inference.open_run import OpenRun, load_model
 from megatron_lite.model.transformer import GLM
 
 TOLERANCE = 1e-5  # fp32: the same sums in another order
@@ -136,6 +138,20 @@ def prove(
     for name, result in comparisons.items():
         result.require(tolerance, what if name == "logits" else f"{what} ({name})")
     return comparisons
+
+
+def prove_export(
+    ask: Callable[[torch.dtype], Sequence[Question]], run: OpenRun, dtype: str, tolerance: float
+) -> dict[str, Proof]:
+    """As `prove`, of a run of one Transformer and its export. Args: dtype: a key of DTYPES, of the export's weights."""
+    # The run's weights are rounded as the export's are: a proof compares two computations, not two precisions.
+    return prove(
+        ask,
+        lambda: load_model(run.checkpoint, run.config.model, lambda weight: weight.to(DTYPES[dtype]).float()),
+        tolerance,
+        f"the export of {run.checkpoint.path}",
+        run.checkpoint.shapes,
+    )
 
 
 def _all_hold(comparisons: Mapping[str, Proof], tolerance: float) -> bool:
