@@ -165,8 +165,8 @@ def test_default_positions_that_are_off_by_one_are_found(run, tmp_path, monkeypa
     def shifted(self, *arguments):
         return original(self, *arguments) + 1
 
-    original = GLMModel._positions_of_part_a
-    monkeypatch.setattr(GLMModel, "_positions_of_part_a", shifted)
+    original = GLMModel._default_positions
+    monkeypatch.setattr(GLMModel, "_default_positions", shifted)
     with pytest.raises(CheckpointError, match=r"\(default inputs\) does not compute"):
         export_run(run, tmp_path / "export", ExportOptions())
 
