@@ -136,11 +136,11 @@ BAD = {
     "nan": "layers.1.attention.dense.weight of the weights to import has numbers that are not finite",
     "wrapped": "all names of tensors begin with module., as DistributedDataParallel .* save the model inside",
     "compiled": "all names of tensors begin with _orig_mod., as torch.compile",
-    "trainer's checkpoint": "no tensor stands at its top.* save the mapping state_dict alone",
+    "trainer's checkpoint": "no tensors at its top level.* save the mapping state_dict alone",
     "hostile pickle": r"more than plain data \(\S+\) and was not opened; save its tensors alone.*safetensors\.$",
     "truncated pickle": r"pytorch_model.bin is damaged; fetch it again\.$",
     "missing shard": "model-00002.safetensors: .*missing or damaged",
-    "index outside": "a shard must lie beside its index",
+    "index outside": "a shard must be in the directory of its index",
     "tensor not in shard": "lacks the tensor transformer.more",
 }
 
