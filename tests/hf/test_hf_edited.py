@@ -87,8 +87,8 @@ def edit(directory, name="config.json", **changes):
         ("bert", {"num_labels": 10**9}, r"says num_labels 1000000000; it must be less than or equal to 65536"),
         ("bert", {"num_hidden_layers": 10**7}, r"num_hidden_layers is 10000000, but the tensors have \d+;"),
         ("bert", {"hidden_size": 10**9}, r"hidden_size is 1000000000, but the tensors have 48;"),
-        ("bert", {"num_attention_heads": 10**9}, r"gives model.num_attention_heads 1000000000; with these weights"),
-        ("albert", {"num_hidden_layers": 10**7}, r"gives model.num_layers 10000000; with these weights"),
+        ("bert", {"num_attention_heads": 10**9}, r"sets model.num_attention_heads to 1000000000, but these weights"),
+        ("albert", {"num_hidden_layers": 10**7}, r"sets model.num_layers to 10000000, but these weights"),
         ("gpt2", {"quantization_config": {"load_in_4bit": True}}, r"has quantization_config; quantised weights"),
         ("gpt2", {"transformers_weights": "../x.safetensors"}, r"has transformers_weights; weights under another"),
         ("glm4", {"rope_parameters": "none"}, r"says rope_parameters 'none'"),
@@ -189,7 +189,7 @@ def test_an_adapters_directory_is_refused(directory):
     """Transformers would load the model that adapter_config.json names in place of the one beside it."""
     (directory / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/elsewhere"}))
     with pytest.raises(
-        CheckpointError, match=r"has adapter_config\.json, of an adapter on another model; merge"
+        CheckpointError, match=r"has adapter_config\.json, which is an adapter of another model; merge"
     ):
         read(directory)
 

@@ -164,7 +164,7 @@ def test_nothing_of_a_strangers_machine_reaches_the_run(exports, tmp_path, caplo
             {"model": {"num_attention_heads": 2}},
             "num_attention_heads is 4 in config.json and 2 in training.json",
         ),
-        ({"model": {"adapter_size": 10**12}}, "gives model.adapter_size 1000000000000; with these weights"),
+        ({"model": {"adapter_size": 10**12}}, "sets model.adapter_size to 1000000000000, but these weights"),
     ],
 )
 def test_the_rest_is_refused_in_one_line(exports, tmp_path, section, message):

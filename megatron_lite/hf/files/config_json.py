@@ -116,7 +116,7 @@ def read_config_json(directory: Path) -> dict[str, Any]:
     _require_files(directory)
     if (directory / _ADAPTER).exists():
         raise CheckpointError(
-            f"{directory} has {_ADAPTER}, so it is an adapter of another model; merge it into that model (PEFT's "
+            f"{directory} has {_ADAPTER}, which is an adapter of another model; merge it into that model (PEFT's "
             "merge_and_unload), save it with save_pretrained, and import the result."
         )
     path = directory / CONFIG_JSON
