@@ -159,16 +159,16 @@ def test_answers_are_the_same_alone_and_end_before_their_end(model, config):
 def test_a_replay_shows_each_token_among_all_others(model, config):
     made = decoder(model, config, max_length=6)
     ((found,),) = made.hypotheses([TEXT])[0]
-    watch = AttentionProbe(SINGLE_STACK, 0)
-    replay = made.replay(TEXT, [found], watch)
+    probe = AttentionProbe(SINGLE_STACK, 0)
+    replay = made.replay(TEXT, [found], probe)
     written = [*found.tokens, *[EOS] * found.ended]
     for place in range(len(written)):
         hidden = [*TEXT, *written]
         hidden[len(TEXT) + place] = MASK
         expected = logits_of(model, hidden)[len(TEXT) + place]
         assert torch.allclose(replay.logits[0][place].double(), expected, atol=1e-4)
-    assert replay.shown[SINGLE_STACK][1] == [*TEXT, *written]
-    assert watch.rows(len(TEXT) + len(written)).shape[1:] == (len(TEXT) + len(written),) * 2
+    assert replay.tokens[SINGLE_STACK][1] == [*TEXT, *written]
+    assert probe.matrix(len(TEXT) + len(written)).shape[1:] == (len(TEXT) + len(written),) * 2
 
 
 def test_settings_of_other_ways_are_refused(model, config):
