@@ -35,7 +35,7 @@ def test_habits_by_hand():
 @pytest.mark.parametrize(
     "options", [{}, {"positions": "rotary"}, {"relative": "buckets", "positions": "none"}], ids=str
 )
-def test_weights_are_those_of_the_kernel(options):
+def test_weights_match_the_kernel(options):
     """`text_weights` refuses what gives another output than the kernel; a text from left to right looks back only."""
     config = ModelConfig(**SIZES, **options)
     model = GLM(config)

@@ -120,7 +120,7 @@ def test_free_text_is_taken_of_a_task_only(directory):
     assert {name for name in free if may_decide(name)} == FREE_TEXT
 
 
-def test_nothing_of_a_strangers_machine_reaches_the_run(exports, tmp_path, caplog):
+def test_nothing_of_a_foreign_machine_reaches_the_run(exports, tmp_path, caplog):
     """The whole import, with all that former versions wrote."""
     honest, strange = (
         shutil.copytree(exports / "huggingface", tmp_path / name) for name in ("honest", "strange")

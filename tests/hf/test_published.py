@@ -60,7 +60,7 @@ def both(request, tmp_path_factory):
     return theirs, source, loaded(source)
 
 
-def test_logits_and_gradients_are_those_of_the_class(both):
+def test_logits_and_gradients_match_the_class(both):
     theirs, source, model = both
     config = model.config
     batch = proof_batch(config)

@@ -146,7 +146,7 @@ def test_a_replayed_completion_has_the_probability_that_the_search_found(objecti
 @pytest.mark.parametrize(
     "model", [{}, {"positions": "rotary", "num_key_value_heads": 2}], ids=["learned", "rotary"]
 )
-def test_the_weights_of_filled_blanks_are_those_of_training_written_out(model):
+def test_the_weights_of_filled_blanks_match_training_written_out(model):
     """Softmax of queries times keys under the rule of training, from the weights of the layer alone."""
     run = make_run("blank_infilling", model=model)
     config = run.config.model

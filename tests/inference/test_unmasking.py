@@ -110,7 +110,7 @@ def test_counts_of_the_steps():
 
 @pytest.mark.parametrize("guidance", [0.0, 1.5])
 @pytest.mark.parametrize(("steps", "block"), [(12, 12), (4, 12), (6, 4), (3, 4), (12, 2), (5, 12)])
-def test_greedy_answers_are_those_of_the_source(model, config, steps, block, guidance):
+def test_greedy_answers_match_the_source(model, config, steps, block, guidance):
     settings = {"unmask_steps": steps, "unmask_block": block, "guidance": guidance}
     (found,) = decoder(model, config, **settings).generate([TEXT])
     assert found == by_the_source(model, 12, steps, block, guidance)
@@ -134,7 +134,7 @@ def test_drawn_answers_follow_from_the_seed(model, config):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_drawn_answers_are_those_of_the_source(model, config, seed):
+def test_drawn_answers_match_the_source(model, config, seed):
     """Under much noise, by which other tokens are chosen than the likeliest, but not the place that is fixed."""
     settings = {"strategy": "sample", "temperature": 3.0, "unmask_steps": 6, "unmask_block": 6, "seed": seed}
     generator = decoder(model, config, **settings)._generator()

@@ -54,6 +54,6 @@ def test_one_function_asks_torch_about_the_cpu():
     assert [str(path.relative_to(ROOT)) for path in asks] == ["megatron_lite/model/kernels/compat.py"]
 
 
-def test_another_torch_is_told_in_one_line():
+def test_another_torch_is_reported_in_one_line():
     with pytest.raises(ConfigError, match=r"torch .* has no _gone, which.*install the version"):
         compat._undocumented(torch.ops.aten, "_gone")

@@ -186,7 +186,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("objective", TEXTS)
-def test_completions_are_those_of_generate(objective, tmp_path, monkeypatch, capsys):
+def test_completions_match_generate(objective, tmp_path, monkeypatch, capsys):
     text, model = TEXTS[objective]
     settings = merge(tree(write_vocabulary(tmp_path), **model), {"objectives": {objective: 1}})
     if objective == "unilm":
