@@ -155,7 +155,7 @@ def measure(
             seconds[name].append(timed(lambda micro=micro: engine.train_step([micro], 1e-6).grad_norm))
         plain, asked = batches["pretraining"][repeat % BATCHES], batches["tuning, mixed"][repeat % BATCHES]
         seconds["forward"].append(timed(lambda batch=plain: engine.evaluate([batch])))
-        seconds["scoring"].append(timed(lambda batch=asked: engine.answers(batch)))
+        seconds["scoring"].append(timed(lambda batch=asked: engine.predict(batch)))
     of = {**batches, "forward": batches["pretraining"], "scoring": batches["tuning, mixed"]}
     found = {}
     for name, made in of.items():

@@ -176,12 +176,12 @@ def opened(arguments: argparse.Namespace, least: int = 1) -> tuple[Run, list[Tex
     """The run and the texts of --input as it reads them, `least` of which have a word."""
     lines = read_lines(arguments.input, "--input", "text")
     # Imported here: mistakes in the arguments must not wait for torch.
-    from megatron_lite.analysis.words import inputs_of, read, require_words
+    from megatron_lite.analysis.words import make_inputs, read, require_words
     from megatron_lite.inference.open_run import open_run
 
     closed = open_run(arguments.checkpoint, arguments.tokenizer)
     closed.require_one_transformer()
-    texts = read(lines, inputs_of(closed))
+    texts = read(lines, make_inputs(closed))
     require_words(texts, least, arguments.input)
     cut = sum(text.cut for text in texts)
     if cut:
@@ -191,12 +191,12 @@ def opened(arguments: argparse.Namespace, least: int = 1) -> tuple[Run, list[Tex
 
 def vectors_of(arguments: argparse.Namespace, run: Run, texts: Sequence[Text]) -> list[torch.Tensor]:
     """The words of each text in all layers: [words, layers + 1, D]."""
-    from megatron_lite.analysis.words import batches, layers_of
+    from megatron_lite.analysis.words import batches, word_vectors
 
     found: list[torch.Tensor] = []
     with progress_bar(total=len(texts), unit="text") as bar:
         for batch in batches(texts, arguments.batch):
-            found += layers_of(run, batch)
+            found += word_vectors(run, batch)
             bar.update(len(batch))
     return found
 
@@ -253,7 +253,7 @@ def heads(arguments: argparse.Namespace) -> None:
     closed.require_one_transformer()
     scorer, run = make_head_scorer(closed, tree, arguments.checkpoint, arguments.samples, arguments.batch)
     model, per_token = run.model, arguments.per == "token"
-    every = measures.heads_of(model)
+    every = measures.all_heads(model)
     check(
         arguments.greedy < len(every),
         f"--greedy is {arguments.greedy}, but the model has {len(every)} heads; lower it.",
@@ -303,12 +303,12 @@ def attention(arguments: argparse.Namespace) -> None:
     from megatron_lite.analysis.attention_maps import (
         attention_statistics,
         mean_attention_statistics,
-        weights_of,
+        text_weights,
     )
     from megatron_lite.analysis.tables import attention_table
 
     shown = [text for text in texts if text.words][: arguments.count]
-    weights = [weights_of(run, text) for text in shown]
+    weights = [text_weights(run, text) for text in shown]
     found = []
     for text, each in zip(shown, weights, strict=True):
         rows = text.sample.target_groups[0].positions

@@ -3,8 +3,8 @@
 
     python scripts/try.py RUN_DIRECTORY
 
-The address is printed once the weights are loaded, and Ctrl-C ends. Nothing leaves this machine. Answers are those of
-scripts/generate.py with the same settings.
+The address is printed once the weights are loaded, and Ctrl-C ends. Nothing leaves this machine. Completions are what
+scripts/generate.py prints with the same settings.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     resolve_model(args.checkpoint)
     server = Server(args.port)
     # Imported here: mistakes in the arguments must not wait for torch.
+    from megatron_lite.inference.demo import Demo
     from megatron_lite.inference.open_run import open_run
-    from megatron_lite.inference.trial import Trial
 
-    server.trial = Trial(open_run(args.checkpoint, args.tokenizer))
+    server.demo = Demo(open_run(args.checkpoint, args.tokenizer))
     print(f"http://{HOST}:{server.server_port}", flush=True)
     server.serve()
 
 
 def end_at_once(status: int, error: UserError | None, is_printed: bool) -> None:
-    """End without the interpreter's last steps, in which a thread that still works for a browser may abort in torch."""
+    """Exit without the interpreter's shutdown, in which a thread that still serves a browser can abort in torch."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

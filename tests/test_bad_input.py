@@ -150,7 +150,7 @@ def test_training_is_refused_before_torch_is_loaded(settings, tmp_path, override
     assert done.stdout.startswith("pretrain_glm False ") and message in done.stdout, done.stderr
 
 
-def test_mistakes_are_told_before_torch_is_loaded(tmp_path):
+def test_mistakes_are_reported_before_torch_is_loaded(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", RUN_ALL.format(EARLY_MISTAKES)],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,

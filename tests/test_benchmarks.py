@@ -207,7 +207,7 @@ def test_the_runs_of_loss_curves_are_accepted(tmp_path, name):
     assert config.training.steps == loss_curves.STEPS and not config.data.validation
 
 
-def test_optimus_is_measured_beside_its_stacks(tmp_path, capsys):
+def test_optimus_is_measured_against_its_stacks(tmp_path, capsys):
     file = tmp_path / "numbers.json"
     sizes = ["--layers", "1", "--hidden", "64", "--sentences", "2", "--repeats", "1"]
     assert optimus.main([*sizes, "--json", str(file)]) == 0
@@ -281,7 +281,7 @@ def test_attention_reports_every_case_and_draws_it(tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_finetune_compares_every_kind_of_step(tmp_path):
+def test_finetune_compares_every_type_of_step(tmp_path):
     """In a process of its own: it makes a process group."""
     sizes = "--layers 1 --hidden 64 --length 64 --rows 2 --repeats 1 --threads 1"
     result = forked("benchmarks/finetune.py", *sizes.split(), "--json", tmp_path / "rows.json", cwd=tmp_path)
@@ -316,7 +316,7 @@ def test_padding_reports_every_objective(tmp_path, capsys):
         padding.main(["--prefix", str(tmp_path / "d"), "--case", "elmo"])
 
 
-def test_optimizers_are_measured_beside_adamw(tmp_path):
+def test_optimizers_are_measured_against_adamw(tmp_path):
     """Bytes are those of weights, moments and averages: 4 a number."""
     arguments = ["--layers", "1", "--hidden", "64", "--repeats", "1", "--json", tmp_path / "rows.json"]
     result = forked("benchmarks/optimizers.py", *arguments, cwd=tmp_path)

@@ -115,7 +115,7 @@ def test_an_optimizer_refuses_what_it_does_not_read(trained):
     assert trained[0]["optimizer"]["error"].startswith("optimizer.eps is 0.01, but optimizer.kind lion")
 
 
-def test_a_field_of_checkpoints_goes_on_after_a_restart_and_may_be_absent(trained):
+def test_a_field_of_checkpoints_continues_after_a_restart_and_may_be_absent(trained):
     found = trained[0]["training"]
     first, resumed, last = found["predicted"]
     assert 0 < first == resumed < last and found["older"] == 0
@@ -136,12 +136,12 @@ def test_ranks_of_another_launcher_are_read(text):
     assert text["launcher"] == {"place": [5, 8, 1, False], "alone": [0, 1]}
 
 
-def test_a_kind_of_task_makes_samples_and_has_metrics(text):
+def test_a_type_of_task_makes_samples_and_has_metrics(text):
     expected = {"word": "runs", "class": [1], "answers": "classes", "metrics": ["accuracy", "macro_f1"]}
     assert text["kind of task"] == expected
 
 
-def test_a_kind_of_tokenizer_encodes_and_decodes(text):
+def test_a_type_of_tokenizer_encodes_and_decodes(text):
     tokenizer = text["tokenizer"]
     assert tokenizer["ids"] == [2, 1, 5, 4, 3, 1, 2, tokenizer["unknown"]]
     assert tokenizer["text"] == "bad cab"

@@ -134,7 +134,7 @@ def test_a_peer_learns_resumes_and_scores_as_a_plain_loop(system, options, tmp_p
         assert score == pytest.approx(expected, rel=1e-4)
 
 
-def test_systems_take_turns_by_seconds_and_go_on_after_an_interruption(options, monkeypatch, tmp_path):
+def test_systems_take_turns_by_seconds_and_continue_after_an_interruption(options, monkeypatch, tmp_path):
     order, scored, fail_at = [], [], 5
     speed = {"glm": 1.0, "gpt2": 2.5, "bert": 1.0}  # seconds of a step
 

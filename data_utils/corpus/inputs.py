@@ -1,9 +1,9 @@
-"""The files that an input names, and what the ending of a name says about a file.
+"""The files that an input names, and their formats by their suffixes.
 
 An input is a path, a glob, a directory that another program wrote: one of Hugging Face `save_to_disk`, or one of
 part files, as Spark and Dask write (`c.jsonl/part-00000.json`); or a URL, with a folder or a glob in its place
-(data_utils/storage). Nothing that an input names is left out in silence.
-What cannot be read is refused before any work, all in one message; what is rightly left out (`_SUCCESS`) is said.
+(data_utils/storage). Nothing that an input names is silently skipped: files that cannot be read are refused before any
+work, all in one message, and files without data (`_SUCCESS`) are logged.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ _SUPPORTED = (
     f"{', '.join(COMPRESSIONS)}; .parquet and .arrow"
 )
 _ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar")
-_BOOKKEEPING = ("_", ".")  # how Spark, Hive and Arrow begin the names of files that are no data
+_BOOKKEEPING = ("_", ".")  # prefixes of files without data in directories that Spark, Hive or Arrow wrote
 _MOST_PROBLEMS = 30  # in a message
 
 
 def file_ending(path: InputFile) -> str:
-    """The ending that says what a file holds, in lower case and without that of its compression; "" = none."""
+    """The suffix of a file in lower case, without that of its compression; "" = none."""
     name = path.name[: len(path.name) - len(compression_suffix(path))]
     return Path(name).suffix.lower()
 
 
 def file_format(path: InputFile, text_split: str) -> str:
-    """How the records of a file lie in it: "jsonl", "rows" of a table, or `text_split` for .txt. Raises DataError."""
+    """The record format of a file: "jsonl", "rows" of a table, or `text_split` for .txt. Raises: DataError."""
     ending = file_ending(path)
     record_format = _FORMATS.get(ending)
     if record_format is None or (ending in TABLES and compression_suffix(path)):
@@ -69,11 +69,11 @@ def _unknown(path: InputFile, ending: str) -> str:
 def expand_inputs(patterns: Iterable[str | Path]) -> list[InputFile]:
     """The files that paths, globs (`**` too) and URLs name: in the given order, sorted within a glob, each once.
 
-    A path that exists as it is written is no glob, nor are such first folders of a glob. Logs a warning for files
-    that are empty, that are named again, and that are no data by their name.
+    A path that exists as written is not a glob, even with glob characters; the same holds for the first folders of a
+    glob. Logs a warning for files that are empty, are named twice, or have the name of a file without data.
 
-    Raises: DataError that names all that is missing, cannot be read, is no regular file or has an unknown suffix, and
-        patterns without a match.
+    Raises: DataError that lists every missing, unreadable or special file, every unknown suffix, and every pattern
+        without a match.
     """
     inputs = _Inputs()
     for pattern in map(str, patterns):
@@ -82,24 +82,24 @@ def expand_inputs(patterns: Iterable[str | Path]) -> list[InputFile]:
 
 
 class _Inputs:
-    """Collects files, and whatever must be said about the others."""
+    """Collects the files, the problems, and the files to warn of."""
 
     def __init__(self) -> None:
         # By device and inode, since two names may be one file; an object by its label.
         self._files: dict[tuple[int, int] | str, InputFile] = {}
         self._problems: dict[str, None] = {}
-        self._said: dict[str, dict[str, None]] = {"empty": {}, "again": {}, "bookkeeping": {}}
+        self._warned: dict[str, dict[str, None]] = {"empty": {}, "again": {}, "bookkeeping": {}}
 
     def finish(self) -> list[InputFile]:
         self._raise_problems()
-        if not self._files and not self._said["bookkeeping"]:
+        if not self._files and not self._warned["bookkeeping"]:
             raise DataError("no input is given; give at least one file or pattern.")
-        for kind, words in (
+        for reason, words in (
             ("empty", "are empty"),
             ("again", "are given twice and read once"),
             ("bookkeeping", "are skipped, because names that begin with _ or . are not data files"),
         ):
-            if names := list(self._said[kind]):
+            if names := list(self._warned[reason]):
                 log.warning(f"{len(names)} inputs {words}: {shorten(', '.join(names), 600)}")
         if not self._files:
             raise DataError("the inputs contain no data file; give at least one.")
@@ -117,7 +117,7 @@ class _Inputs:
             )
 
     def add_named(self, pattern: str) -> None:
-        """What a user wrote: a URL, a path, or else a glob."""
+        """Add an input as a user wrote it: a URL, a path, or else a glob."""
         if is_url(pattern):
             self._add_url(pattern)
             return
@@ -133,11 +133,11 @@ class _Inputs:
             self._add(Path(pattern))
 
     def _add_glob(self, pattern: str) -> None:
-        written, folders = _on_the_way(pattern)
+        escaped, folders = _escape_existing(pattern)
         locked = [folder for folder in folders if not os.access(folder, os.R_OK | os.X_OK)]
         for folder in locked:
             self._refuse(f"the directory {folder} cannot be read; check its permissions")
-        matches = sorted(dict.fromkeys(str(Path(match)) for match in glob.glob(written, recursive=True)))
+        matches = sorted(dict.fromkeys(str(Path(match)) for match in glob.glob(escaped, recursive=True)))
         if not matches and not locked:
             hint = ""
             if "[" in pattern:
@@ -145,14 +145,14 @@ class _Inputs:
             self._refuse(
                 f"pattern {pattern} matches no file; check the pattern (and quote it in the shell){hint}"
             )
-        # `**` names a folder and what is in it, so that nothing of the folder is left out.
-        entered = (
+        # `**` matches a folder and the files in it: the folder itself is then no input.
+        with_matches = (
             {str(parent) for match in matches for parent in Path(match).parents} if "**" in pattern else ()
         )
         for match in map(Path, matches):
             if match.name.startswith("_") and not file_ending(match) and match.is_file():
-                self._said["bookkeeping"][str(match)] = None
-            elif str(match) not in entered:
+                self._warned["bookkeeping"][str(match)] = None
+            elif str(match) not in with_matches:
                 self._add(match, is_match=True)
 
     def _add(self, path: Path, is_match: bool = False) -> None:
@@ -178,7 +178,7 @@ class _Inputs:
             return
         first = self._files.setdefault((state.st_dev, state.st_ino), path)
         if first is not path:
-            self._said["again"][str(path) if path == first else f"{path} (is {first})"] = None
+            self._warned["again"][str(path) if path == first else f"{path} (is {first})"] = None
 
     def _has_known_format(self, path: InputFile, size: int) -> bool:
         """Whether a file can be read by its name and size; says or refuses what is to be said of them."""
@@ -188,12 +188,12 @@ class _Inputs:
             self._refuse_for(error)
             return False
         if not size:
-            kind = {".parquet": "parquet", ".arrow": "Arrow"}.get(file_ending(path))
-            if kind or compression_suffix(path):
-                what = f"not a readable {kind} file" if kind else "the compressed data is truncated"
-                self._refuse(f"{path}: {what} (it is empty); download it again")
+            table = {".parquet": "parquet", ".arrow": "Arrow"}.get(file_ending(path))
+            if table or compression_suffix(path):
+                problem = f"not a readable {table} file" if table else "the compressed data is truncated"
+                self._refuse(f"{path}: {problem} (it is empty); download it again")
                 return False
-            self._said["empty"][str(path)] = None
+            self._warned["empty"][str(path)] = None
         return True
 
     def _add_url(self, url: str) -> None:
@@ -215,7 +215,7 @@ class _Inputs:
                     "its Arrow files: data-*.arrow"
                 )
             elif not is_named and stored.name.startswith(_BOOKKEEPING):
-                self._said["bookkeeping"][stored.label] = None
+                self._warned["bookkeeping"][stored.label] = None
             else:
                 self._add_object(stored)
 
@@ -227,7 +227,7 @@ class _Inputs:
             return
         assert isinstance(first, StoredObject)
         if (first.size, first.identity) == (stored.size, stored.identity):
-            self._said["again"][stored.label] = None
+            self._warned["again"][stored.label] = None
         else:
             self._refuse(
                 f"{stored.label} is the name of two files, which differ by what follows the ? of their URLs; that is "
@@ -253,7 +253,7 @@ class _Inputs:
             self._refuse(f"the directory {path} cannot be read ({error.strerror}); check its permissions")
 
     def _add_parts(self, directory: Path, entered: set[tuple[int, int]]) -> int:
-        """The part files of a directory, in its folders too (`lang=en/`). Returns: how many there are."""
+        """Add the part files of a directory and of its folders (`lang=en/`). Returns: their number."""
         state = directory.stat()
         if (state.st_dev, state.st_ino) in entered:  # a link to a folder above
             return 0
@@ -261,7 +261,7 @@ class _Inputs:
         count = 0
         for path in sorted(directory.iterdir()):
             if path.name.startswith(_BOOKKEEPING):
-                self._said["bookkeeping"][str(path)] = None
+                self._warned["bookkeeping"][str(path)] = None
             elif path.is_dir():
                 count += self._add_parts(path, entered)
             else:
@@ -276,23 +276,23 @@ class _Inputs:
         self._refuse(str(error).removeprefix("input ").removesuffix("."))
 
 
-def _on_the_way(pattern: str) -> tuple[str, list[str]]:
-    """A glob whose first folders stand for themselves if they exist as written, and the folders that it looks into."""
-    parts = pattern.split("/")
-    known = 0
-    while known < len(parts) - 1 and os.path.isdir("/".join(parts[: known + 1]) or "/"):
-        known += 1
-    start = "/".join(parts[:known]) + "/" * (known > 0)
+def _escape_existing(pattern: str) -> tuple[str, list[str]]:
+    """The glob with its first folders escaped as far as they exist as written, and the folders that it searches."""
+    names = pattern.split("/")
+    existing = 0
+    while existing < len(names) - 1 and os.path.isdir("/".join(names[: existing + 1]) or "/"):
+        existing += 1
+    start = "/".join(names[:existing]) + "/" * (existing > 0)
     folders = [start or "."]
-    written = glob.escape(start)
-    for part in parts[known:-1]:
-        written += f"{part}/"
-        folders += filter(os.path.isdir, glob.glob(written.rstrip("/"), recursive=True))
-    return written + parts[-1], list(dict.fromkeys(str(Path(folder)) for folder in folders))
+    escaped = glob.escape(start)
+    for name in names[existing:-1]:
+        escaped += f"{name}/"
+        folders += filter(os.path.isdir, glob.glob(escaped.rstrip("/"), recursive=True))
+    return escaped + names[-1], list(dict.fromkeys(str(Path(folder)) for folder in folders))
 
 
 def _other_input(pattern: str) -> str:
-    """The remedy for an input that is not there."""
+    """The remedy for an input that does not exist."""
     if re.search(r"\{[^}]*,[^}]*\}", pattern):
         return "only the shell expands {a,b}; remove the quotes around it"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", pattern) and not Path(pattern).suffix:  # as names of the hub are

@@ -1,23 +1,23 @@
 """Token datasets on disk: Megatron-LM's .bin/.idx pair plus a manifest, written safely, read memory-mapped.
 
-    PREFIX.bin   the tokens of all documents, one after the other, little-endian
+    PREFIX.bin   the tokens of all documents, one document after another, little-endian
     PREFIX.idx   Megatron-LM's index: magic, version, dtype code, counts, then sequence lengths (int32),
                  byte pointers of the sequences (int64), document boundaries (int64)
-    PREFIX.ent   where a build had them: the entity that begins at each token, capitals, or spans (int32, -1 = none)
+    PREFIX.ent   optional: for each token the entity, capitals, span or label that begins there (int32, -1 = none)
     PREFIX.json  the manifest: sizes and checksums of the files, counts, tokenizer, sources; see manifest.py
 
-One sequence is one document. A dataset without a manifest does not open. So the writer works under `.partial` names.
-`finish` removes the old manifest, then the old index and tokens; it renames the new tokens and index, and the new
-manifest last. A crash leaves the old dataset, the new one, or none that opens.
+One sequence is one document. A dataset without a manifest does not open, so the writer works under `.partial` names:
+`finish` removes the old manifest first, then the old index and tokens, renames the new tokens and index, and renames
+the new manifest last. A crash leaves the old dataset, the new one, or none that opens.
 
-Opening costs a few page reads for any size, because the index is mapped. The price: only `verify` checks everything
-(checksums, every pointer, every token id); `verify_some` checks a few blocks. In an adopted dataset of another program
-the tokenizer is not known, and a document may have several sequences, such as sentences. They are joined when it opens:
-from the index's document boundaries follow lengths and pointers of documents, 12 bytes each in memory.
+Opening reads a few pages whatever the size, because the index is memory-mapped. The price: only `verify` checks
+everything (checksums, every pointer, every token id); `verify_some` checks a few blocks. In an adopted dataset of
+another program the tokenizer is not known, and a document may have several sequences, such as sentences. These are
+joined when the dataset opens: lengths and pointers of documents, 12 bytes each, follow from the document boundaries.
 
-Mapped files are read at random, so the kernel is told not to read ahead. `prefetch` announces what will be needed, so
-that a cold disk serves many reads at once. Where mapping is refused, as on some network file systems, tokens are read
-by position and the index is held in memory.
+Tokens are read at random, so the kernel is advised not to read ahead. `prefetch` announces reads, so that a cold disk
+serves many at once. Where mapping is refused, as on some network file systems, tokens are read by position and the
+index is held in memory.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, docu
 INDEX_VERSION = 1
 DTYPE_CODES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _NO_TOKENS = {6: "float64", 7: "float32"}
-_OLDER_MAGIC = b"TNTIDX\x00\x00"  # of fairseq, whose index Megatron's "lazy" and "cached" datasets have
+_OLDER_MAGIC = b"TNTIDX\x00\x00"  # of fairseq's index, which Megatron's "lazy" and "cached" datasets have
 CHUNK = 1 << 20
 _OPEN_CHECKS = 64  # neighbouring pointers compared at every open
 
@@ -74,7 +74,7 @@ def file_sizes(prefix: str | Path, suffixes: Sequence[str] = (".bin", ".idx")) -
 
 
 def _other_prefix(prefix: Path) -> str:
-    """The remedy for a prefix without a dataset: another spelling, or a split of it, may have one."""
+    """The remedy for a prefix without a dataset; another spelling or one of its splits may have one."""
     if prefix.suffix in SUFFIXES and existing_files(prefix.with_suffix("")):
         return f"give the prefix without {prefix.suffix}: {prefix.with_suffix('')}"
     splits = sorted(prefix.parent.glob(f"{glob.escape(prefix.name)}_*.json"))
@@ -101,14 +101,14 @@ def read_header(prefix: str | Path) -> tuple[np.dtype, int, int]:
         raise damaged(prefix, ".idx", f"has dtype code {code}, which means {_NO_TOKENS[code]}, not token ids")
     if version != INDEX_VERSION or code not in DTYPE_CODES:
         raise damaged(prefix, ".idx", f"has version {version} and dtype code {code}, which are not supported")
-    # Damaged counts of 2^60 would pass as a size and fail as an allocation.
+    # A damaged count such as 2^60 would fail as an allocation.
     if max(num_sequences, num_boundaries) > path.stat().st_size:
         raise damaged(prefix, ".idx", "is cut off")
     return np.dtype(DTYPE_CODES[code]), num_sequences, num_boundaries
 
 
 def document_starts(prefix: str | Path, num_sequences: int, num_boundaries: int) -> np.ndarray:
-    """The first sequence of each document that has one, int64, from the end of the .idx file. Raises DataError."""
+    """The first sequence of each document with sequences, int64, from the end of the .idx file. Raises: DataError."""
     path = dataset_path(prefix, ".idx")
     boundaries = np.fromfile(path, "<i8", num_boundaries, offset=HEADER.size + 12 * num_sequences)
     if (
@@ -128,14 +128,14 @@ class IndexedDataset:
 
     Args:
         sequential: the files will be read from start to end, not at random.
-        manifest: that of files whose manifest is not written yet; None: it is read.
+        manifest: of files whose manifest is not yet written; None: it is read.
     Attributes:
         num_documents, num_tokens: counts.
         tokens: [num_tokens], memory-mapped, the stored dtype; a `FileTokens` where mapping is refused.
         pointers: int64 [num_documents], memory-mapped (of joined sequences in memory): byte position of each document
             in the .bin file.
-        lengths: int32 [num_documents], as pointers: tokens of each document.
-        entities: as `tokens`, int32: the entity that begins at each, -1 = none; None: the dataset has none.
+        lengths: int32 [num_documents], memory-mapped like pointers: tokens of each document.
+        entities: int32 [num_tokens], like tokens: the content of PREFIX.ent; None: there is no such file.
         manifest: the manifest's tree (see data_utils/dataset/manifest.py).
     Raises: DataError when files are missing, damaged, or do not belong together.
     """
@@ -145,22 +145,20 @@ class IndexedDataset:
     ) -> None:
         require_local(prefix)
         self.prefix = Path(prefix)
-        # Windows are read in a random order, for which the kernel's read-ahead would load pages that nobody
-        # asks for.
+        # Windows are read in a random order, for which read-ahead would load pages that are not used.
         self._advice = mmap.MADV_SEQUENTIAL if sequential else mmap.MADV_RANDOM
         sizes = file_sizes(self.prefix)
         self.manifest = read_manifest(prefix) if manifest is None else dict(manifest)
         if ENTITIES in self.manifest["files"]:
             sizes |= file_sizes(prefix, [ENTITIES])
-        # Sizes are compared at every open, since they cost nothing; checksums only for some blocks
-        # (`verify_some`).
+        # Sizes are compared at every open, because it costs nothing; checksums are for `verify_some` and `verify`.
         for suffix, size in sizes.items():
             if size != (recorded := self.manifest["files"][suffix]["bytes"]):
                 raise self.damaged(suffix, f"has {size} bytes, but the manifest records {recorded}")
         self.dtype, self.num_documents, num_boundaries = read_header(prefix)
         self.num_tokens = sizes[".bin"] // self.dtype.itemsize
         expected = HEADER.size + 12 * self.num_documents + 8 * num_boundaries
-        # Megatron-LM's multimodal index has one byte of a mode for each sequence after the boundaries.
+        # Megatron-LM's multimodal index has one byte for each sequence, its mode, after the boundaries.
         if self.num_documents and sizes[".idx"] == expected + self.num_documents:
             raise DataError(
                 f"dataset {prefix} is multimodal (its index stores sequence modes); give a text dataset."
@@ -174,7 +172,7 @@ class IndexedDataset:
             raise self.damaged(
                 ".bin", f"has {sizes['.bin']} bytes, which is not a multiple of {token}; it is truncated"
             )
-        self._maps: list[tuple[mmap.mmap, int]] = []  # of what is read at random, and bytes of an element
+        self._maps: list[tuple[mmap.mmap, int]] = []  # files for `prefetch`, and bytes of an element
         self.tokens: Any = self._open_tokens(".bin", self.dtype)
         self.entities: Any = None
         if ENTITIES in sizes:
@@ -207,7 +205,7 @@ class IndexedDataset:
         return self.tokens[start : start + int(self.lengths[index])]
 
     def read_lengths(self, first: int, stop: int) -> np.ndarray:
-        """The lengths of documents [first, stop), int32, read in order: the mapped ones are for reading at random."""
+        """The lengths of documents [first, stop), int32, by one read: the memory map has no read-ahead."""
         if self._joined:
             return self.lengths[first:stop]
         count, start = max(min(stop, self.num_documents) - first, 0), HEADER.size + 4 * first
@@ -248,7 +246,7 @@ class IndexedDataset:
             )
 
     def verify_some(self, blocks: int) -> None:
-        """Check `blocks` random blocks (1 MiB each) of every file. Raises DataError that names file and place."""
+        """Check `blocks` random blocks (1 MiB each) of every file. Raises: DataError that names file and offset."""
         for suffix, recorded in self.manifest["files"].items():
             count = -(-recorded["bytes"] // recorded["block_bytes"])
             numbers = np.random.default_rng().choice(count, min(blocks, count), replace=False)
@@ -257,7 +255,7 @@ class IndexedDataset:
                 raise self.damaged(suffix, damage_at(at))
 
     def _map(self, suffix: str) -> mmap.mmap | None:
-        """The mapped file; None where mapping is refused. It stays mapped as long as an array uses it."""
+        """The memory map of a file; None where mapping is refused. It lives as long as an array uses it."""
         with open(dataset_path(self.prefix, suffix), "rb") as file:
             try:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -272,7 +270,7 @@ class IndexedDataset:
         return mapped
 
     def _open_tokens(self, suffix: str, dtype: np.dtype) -> Any:
-        """A file with an element for each token, mapped where it can be."""
+        """A file with an element for each token, memory-mapped if possible."""
         if (mapped := self._map(suffix)) is not None:
             self._maps.append((mapped, dtype.itemsize))
             return np.frombuffer(mapped, dtype)
@@ -283,7 +281,7 @@ class IndexedDataset:
         self._index_map = mapped = self._map(".idx")
         if mapped is not None:
             with contextlib.suppress(OSError):  # a kernel without huge pages
-                mapped.madvise(mmap.MADV_NOHUGEPAGE)  # otherwise each page that is read maps 2 MiB
+                mapped.madvise(mmap.MADV_NOHUGEPAGE)  # otherwise each page that is read takes 2 MiB
         path, count, start = dataset_path(self.prefix, ".idx"), self.num_documents, HEADER.size
         if mapped is None:
             lengths = np.fromfile(path, "<i4", count, offset=start)
@@ -309,7 +307,7 @@ class IndexedDataset:
             raise self.damaged(".idx", "has pointers that do not match its lengths")
 
     def _join_sequences(self, num_boundaries: int, bin_size: int) -> None:
-        """Make documents of the sequences between boundaries; those without a token are left out."""
+        """Join the sequences of each document. Documents without a token are left out."""
         if self.manifest["num_sequences"] != self.num_documents:
             problem = (
                 f"records {self.manifest['num_sequences']} sequences, but the index has {self.num_documents}"
@@ -322,7 +320,7 @@ class IndexedDataset:
             raise self.damaged(".idx", f"has a document of {int(sizes.max())} tokens, more than 2^31 - 1")
         self.pointers, self.lengths = begins[sizes > 0], sizes[sizes > 0].astype(np.int32)
         for array in (self.pointers, self.lengths):
-            array.flags.writeable = False  # as mapped ones are, so that numba compiles one kind
+            array.flags.writeable = False  # as memory-mapped ones, so that numba compiles its functions once
         self.num_documents = len(self.lengths)
 
     def _check_manifest_counts(self) -> None:

@@ -1,8 +1,8 @@
-"""The manifest of a dataset, PREFIX.json, without which the two other files do not open.
+"""The manifest of a dataset, PREFIX.json, without which the other files do not open.
 
-It describes the files, and its own SHA-256 shows any change of it. A build writes it last, so the files of a stopped
-build have none. `scripts/dataset.py adopt` makes one for files of another program, such as Megatron-LM;
-`scripts/dataset.py upgrade` converts one of an older version.
+It describes the files, and has a SHA-256 of its own content. A build writes it last, so the files of a stopped build
+have none. `scripts/dataset.py adopt` makes a manifest for files of another program, such as Megatron-LM;
+`scripts/dataset.py upgrade` converts a manifest of an older version.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from data_utils.storage.listing import stored_content
 
 SUFFIXES = (".bin", ".idx", ".json")
 ENTITIES = ".ent"
-# The beginning of `ids` where these stand there instead of entities, of which `ids` is a checksum.
+# PREFIX.ent has entities if `entities.ids` is a checksum; if it begins with one of these, it has these instead.
 CAPITALS, LABELS, SPANS = "capitals", "labels", "spans"
 POSSIBLE_SUFFIXES = (".bin", ".idx", ENTITIES, ".json")  # the manifest last
 
@@ -86,10 +86,10 @@ def existing_files(prefix: str | Path) -> list[Path]:
 
 
 def is_left_by_a_stopped_writer(prefix: str | Path) -> bool:
-    """Whether a writer was stopped after it had begun to replace the files: what is left of them opens to nobody.
+    """Whether a writer was stopped while it replaced a dataset, whose remaining files then do not open.
 
-    It writes PREFIX.json.partial when all else is complete, then removes the old files, the manifest first, and renames
-    the new ones, the manifest last.
+    The writer completes PREFIX.json.partial, removes the old files, the manifest first, and renames the new files, the
+    manifest last.
     """
     return dataset_path(prefix, ".json.partial").exists() and not dataset_path(prefix, ".json").exists()
 
@@ -102,9 +102,9 @@ def manifest_bytes(facts: Mapping[str, Any]) -> bytes:
     """The content of PREFIX.json for the facts about a dataset. Equal facts give equal bytes."""
     facts = {key: value for key, value in facts.items() if key not in _HEADER}
     tree = {"format": _FORMAT, "format_version": _VERSION, "checksum": "", **facts}
-    # The blocks of the files have CRC-32, which is fast; the small manifest, which holds these, has SHA-256.
+    # Blocks of files have CRC-32, which is fast; the manifest, which is small and holds these, has SHA-256.
     tree["checksum"] = checksum(tree)
-    # With a line for each of a million names it would have twice the size.
+    # Indented, a million names of sources would take twice the size.
     return json.dumps(tree, indent=None if "source_groups" in tree else 2).encode() + b"\n"
 
 
@@ -161,7 +161,7 @@ def require_facts(prefix: str | Path, tree: Mapping[str, Any]) -> None:
 
 
 def require_finished(prefix: str | Path) -> None:
-    """Raise DataError for files that a stopped or a running build has begun to replace."""
+    """Raise DataError for files of a stopped or running build."""
     if any(dataset_path(prefix, f"{suffix}.partial").exists() for suffix in SUFFIXES):
         raise DataError(
             f"dataset {prefix} is not complete, because its build was stopped or is still running; wait for it or "
@@ -170,7 +170,7 @@ def require_finished(prefix: str | Path) -> None:
 
 
 def tokenizer_name(tokenizer: Mapping[str, Any]) -> str:
-    """A tokenizer of a manifest in a few words; its whole configuration has hundreds of columns."""
+    """Type, path and fingerprint of a manifest's tokenizer, for messages."""
     config = tokenizer.get("config")
     config = config if isinstance(config, dict) else {}
     words = (config.get("kind"), config.get("path"), str(tokenizer.get("fingerprint"))[:12])

@@ -90,13 +90,16 @@ class IndexedDatasetWriter:
         with disk_errors(self.prefix), contextlib.ExitStack() as opened:
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
             self._bin = opened.enter_context(_create_exclusively(self._partial(".bin")))
-            # On disk too, since the index needs their number first and memory must not grow with the corpus.
+            # In a file: the index begins with their number, and memory must not grow with the corpus.
             self._lengths = opened.enter_context(open_new(self._partial(".lengths")))
             self._entities: Any = has_entities and opened.enter_context(open_new(self._partial(ENTITIES)))
             self._files = opened.pop_all()
 
     def add(self, tokens: np.ndarray, lengths: np.ndarray, entities: np.ndarray | None = None) -> None:
-        """Append documents: their tokens, and entities if it has them, [sum(lengths)], and lengths [documents]."""
+        """Append documents.
+
+        Args: tokens: int [sum(lengths)]. lengths: int [documents]. entities: int [sum(lengths)], with `has_entities`.
+        """
         assert not self._sealed and int(lengths.sum()) == len(tokens)
         if lengths.size and int(lengths.max()) > np.iinfo(np.int32).max:
             raise DataError(f"a document has {int(lengths.max())} tokens, more than 2^31 - 1; split it.")
@@ -144,11 +147,8 @@ class IndexedDatasetWriter:
             # and renamed last.
             self._write_manifest(manifest)
             remove_dataset(self.prefix)
-            for suffix in (
-                *self._checksums,
-                ".json",
-            ):  # the manifest last, when the names of the others are on disk
-                if suffix == ".json":
+            for suffix in (*self._checksums, ".json"):
+                if suffix == ".json":  # last, when the names of the other files are on disk
                     sync_directory(self.prefix.parent)
                 os.replace(self._partial(suffix), dataset_path(self.prefix, suffix))
                 self._renamed.append(dataset_path(self.prefix, suffix))
@@ -157,8 +157,9 @@ class IndexedDatasetWriter:
         self._files.close()
 
     def abort(self) -> None:
-        """Remove the unfinished files; an old dataset under the prefix stays, unless `finish` failed while it put the
-        new one in its place. After `finish`: does nothing.
+        """Remove the unfinished files. An old dataset stays, unless `finish` failed while replacing it.
+
+        After `finish` this does nothing.
         """
         if self._finished:
             return
@@ -173,7 +174,7 @@ class IndexedDatasetWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.abort()
 
@@ -184,7 +185,9 @@ class IndexedDatasetWriter:
         """Write the manifest under its partial name."""
         sums = self._checksums.items()
         facts = {
-            "files": {s: {"bytes": self._partial(s).stat().st_size, **its.tree()} for s, its in sums},
+            "files": {
+                suffix: {"bytes": self._partial(suffix).stat().st_size, **s.tree()} for suffix, s in sums
+            },
             "num_documents": self.num_documents,
             "num_tokens": self.num_tokens,
             "dtype": self.dtype.name,

@@ -59,18 +59,24 @@ def derive_key(seed, purpose, number):
     return _mix((key + _GOLDEN) ^ _U64(number))
 
 
+@njit("UniTuple(uint64, 2)(uint64)", cache=True, error_model="numpy")
+def _domain(size):
+    """Rows and columns of the smallest domain near a square that holds [0, size)."""
+    rows = _U64(np.sqrt(np.float64(size)))
+    # The square root in float64 may be too small. Both factors stay near sqrt(size) < 2^31, as `_below` requires.
+    while rows * rows < size:
+        rows += _U64(1)
+    return rows, (size + rows - _U64(1)) // rows
+
+
 @njit("int64(int64, int64, uint64)", cache=True, error_model="numpy")
 def permute(index, n, key):
     """The image of `index` under the permutation of [0, n) that `key` (uint64) selects, int64.
 
-    Requires 0 <= index < n < 2^62. The domain rows x columns barely exceeds n, so cycle walking is rare.
+    Requires 0 <= index < n < 2^62. The domain barely exceeds n, so cycle walking is rare.
     """
     size = _U64(n)
-    rows = _U64(np.sqrt(np.float64(n)))
-    # The square root in float64 may be too small. Both factors stay near sqrt(n) < 2^31, as `_below` requires.
-    while rows * rows < size:
-        rows += _U64(1)
-    columns = (size + rows - _U64(1)) // rows
+    rows, columns = _domain(size)
     value = _U64(index)
     while True:
         left = value // columns
@@ -93,10 +99,7 @@ def permute(index, n, key):
 def unpermute(image, n, key):
     """The inverse of `permute`: the index of which `image` is the image, int64."""
     size = _U64(n)
-    rows = _U64(np.sqrt(np.float64(n)))
-    while rows * rows < size:
-        rows += _U64(1)
-    columns = (size + rows - _U64(1)) // rows
+    rows, columns = _domain(size)
     value = _U64(image)
     while True:
         left = value // columns

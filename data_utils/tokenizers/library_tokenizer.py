@@ -10,6 +10,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders
 
+from data_utils.common.errors import DataError
 from data_utils.tokenizers.fast.encoders import library_or_faster
 from data_utils.tokenizers.fast.library_encoders import Encoder, without_lone_surrogates
 from data_utils.tokenizers.special_tokens import ROBERTA_NAMES, assign_special_tokens
@@ -19,6 +20,11 @@ from data_utils.tokenizers.word_marks import WordMarks, find_word_marks
 
 # A noncharacter, put before special names inside the `tokenizers` library, so that no text equals one.
 HIDDEN = "\ufdd0"
+
+
+def special_token(name: str) -> tokenizers.AddedToken:
+    """A special token that is found in a text before the text is normalised. Spaces around it are kept."""
+    return tokenizers.AddedToken(name, special=True, normalized=False)
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -72,6 +78,20 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         encoded = self._backend.encode(without_lone_surrogates(text), add_special_tokens=False)
         return [self.special.unk if self._is_forbidden[i] else i for i in encoded.ids], encoded.offsets
+
+    def with_visible_specials(self, names: Mapping[int, str]) -> tokenizers.Tokenizer:
+        """A copy of the library's tokenizer that finds special tokens in a text, for an export.
+
+        Args: names: of the special tokens to find, by id. Raises: DataError if one would have another id.
+        """
+        visible = tokenizers.Tokenizer.from_str(self._backend.to_str().replace(HIDDEN, ""))
+        visible.add_special_tokens([special_token(name) for _, name in sorted(names.items())])
+        for token_id, name in names.items():
+            if visible.token_to_id(name) != token_id:
+                raise DataError(
+                    f"{self.config.path}: {name!r} has id {token_id}, but would load as {visible.token_to_id(name)}."
+                )
+        return visible
 
     def _decode_text(self, ids: list[int], at_start: bool) -> str:
         text = self._backend.decode(ids, skip_special_tokens=False)

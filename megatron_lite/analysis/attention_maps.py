@@ -1,10 +1,10 @@
 """Attention weights of texts, head by head, and statistics of what each head attends to.
 
-Kernels return no weights. They are computed again here with a mask of all pairs, and returned only if they give the
-kernel's output.
-"""
+Kernels do not return weights. They are computed again here with a mask of all pairs, and returned only if they
+reproduce the kernel's output.
 
-# N tokens, H heads
+Shapes: B batch, N tokens, H heads, D head size.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from megatron_lite.model.attention_backends.window import LayeredPlan
 from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.model.task_batch import TaskBatch
 
-CLOSE = 1e-4  # most difference of both outputs, as a share of the largest
+TOLERANCE = 1e-4  # of both outputs, relative to the largest value beyond 1
 
 
 class _RecordingPlan:
-    """A dense plan of one text that appends the weights of each layer, fp32 [H, N, N], to `weights`."""
+    """A dense plan of one text. It appends the weights of each layer, fp32 [H, N, N], to `weights`."""
 
     def __init__(self, plan: DensePlan, weights: list[torch.Tensor]):
         self._plan, self.weights = plan, weights
@@ -44,9 +44,9 @@ class _RecordingPlan:
             added = bias(0, *self._plan.query_key_pairs(q.device)[0]).float()
             mask = added.masked_fill(~mask, float("-inf"))
         weights = attention_weights(q, k, mask)
-        again = torch.einsum("rhnk,rkhd->rnhd", weights, v.float()).flatten(0, 1)
-        difference = (again - out.float()).abs().max().item()
-        if not difference <= CLOSE * max(1.0, out.abs().max().item()):
+        recomputed = torch.einsum("bhnk,bkhd->bnhd", weights, v.float()).flatten(0, 1)
+        difference = (recomputed - out.float()).abs().max().item()
+        if not difference <= TOLERANCE * max(1.0, out.abs().max().item()):
             raise CheckpointError(
                 f"the weights of layer {layer} give an output that differs by {difference:.2e} from the kernel's; "
                 "the checkpoint's activations are not finite or too large; use another checkpoint."
@@ -56,22 +56,22 @@ class _RecordingPlan:
 
 
 @torch.no_grad()
-def weights_of(run: Run, text: Text) -> torch.Tensor:
+def text_weights(run: Run, text: Text) -> torch.Tensor:
     """Weights of all layers over the tokens of a text's document, fp32 [layers, H, N, N]."""
-    fields, parts = collate([text.sample])
-    batch = TaskBatch(fields, np.zeros(1, np.int64), parts, "tags")
+    fields, targets = collate([text.sample])
+    batch = TaskBatch(fields, np.zeros(1, np.int64), targets, "tags")
     device = next(run.model.parameters()).device
-    given = MicroBatch.from_batch(batch, device, run.config.model, kernel="dense")
+    micro_batch = MicroBatch.from_batch(batch, device, run.config.model, kernel="dense")
     weights: list[torch.Tensor] = []
     recording: Any
-    plan = given.plan
+    plan = micro_batch.plan
     if isinstance(plan, LayeredPlan):
         global_plan: Any = _RecordingPlan(plan.global_plan, weights)  # type: ignore[arg-type]
         local_plan: Any = _RecordingPlan(plan.local_plan, weights)  # type: ignore[arg-type]
         recording = LayeredPlan(global_plan, local_plan, plan.global_every)
     else:
         recording = _RecordingPlan(plan, weights)
-    run.model.run(given.tokens, given.ids, recording, None)  # type: ignore[arg-type]
+    run.model.run(micro_batch.tokens, micro_batch.ids, recording, None)  # type: ignore[arg-type]
     return torch.stack(weights)
 
 
@@ -80,29 +80,32 @@ def attention_statistics(weights: torch.Tensor, first: int, last: int) -> dict[s
 
     Args:
         weights: [layers, H, N, N].
-        first, last: number of template tokens before and after the text.
-    Returns: entropy in nats, distance in tokens, and the shares of weight on template tokens before the text,
-        after it, on the query itself, on the token before it, and on the one after it.
+        first, last: number of special tokens before and after the text.
+    Returns: entropy in nats; distance in tokens; and the shares of the weight on the special tokens before the text,
+        on those after it, on the query itself, on the token before it, and on the token after it.
     """
-    wide = weights.double()
-    count = wide.shape[-1]
-    places = torch.arange(count)
-    away = places[None] - places[:, None]  # key - query
+    weights = weights.double()
+    count = weights.shape[-1]
+    positions = torch.arange(count)
+    offsets = positions[None] - positions[:, None]  # key - query
 
-    def on(pairs: torch.Tensor) -> torch.Tensor:
-        return (wide * pairs).sum(-1).mean(-1)
+    def mean(values: torch.Tensor) -> torch.Tensor:
+        """The weighted mean of values of pairs, [N, N], over the keys, and its mean over queries."""
+        return (weights * values).sum(-1).mean(-1)
 
-    keys = places[None].expand(count, count)
+    keys = positions[None].expand(count, count)
+    logarithms = weights.clamp(min=torch.finfo(torch.float64).tiny).log()  # 0 log 0 is 0
     return {
-        "entropy": -(wide * wide.clamp(min=torch.finfo(torch.float64).tiny).log()).sum(-1).mean(-1),
-        "distance": on(away.abs()),
-        "before_text": on(keys < first),
-        "after_text": on(keys >= count - last),
-        "itself": on(away == 0),
-        "previous": on(away == -1),
-        "next": on(away == 1),
+        "entropy": -(weights * logarithms).sum(-1).mean(-1),
+        "distance": mean(offsets.abs()),
+        "before_text": mean(keys < first),
+        "after_text": mean(keys >= count - last),
+        "itself": mean(offsets == 0),
+        "previous": mean(offsets == -1),
+        "next": mean(offsets == 1),
     }
 
 
-def mean_attention_statistics(found: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {name: torch.stack([one[name] for one in found]).mean(0) for name in found[0]}
+def mean_attention_statistics(statistics: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The mean of the statistics of several texts, by name."""
+    return {name: torch.stack([each[name] for each in statistics]).mean(0) for name in statistics[0]}

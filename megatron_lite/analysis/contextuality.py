@@ -4,11 +4,11 @@
     intra-similarity       mean cosine of a text's words with their mean
     explained variance     share of the first singular value in the vectors of one word
 
-Each has a baseline: what words at random, one of each of many texts, have, since all vectors of a layer may lie in a
-narrow cone. A word whose vector never changes has self-similarity 1 and explained variance 1.
-"""
+Each is compared with a baseline, the same measure over random words, one from each of many texts: all vectors of a
+layer may lie in a narrow cone. A word whose vector never changes has self-similarity 1 and explained variance 1.
 
-# N vectors of one word, D hidden size, L + 1 layers
+Shapes: N vectors of one word, D hidden size, L + 1 layers.
+"""
 
 from __future__ import annotations
 
@@ -22,38 +22,40 @@ from data_utils.common.random_streams import derive_seed
 
 
 def self_similarity(vectors: torch.Tensor) -> torch.Tensor:
-    """Mean cosine of two different rows. Args: vectors: [..., N, D], N at least 2. Returns: fp64 [...]."""
+    """Mean cosine of two different vectors. Args: vectors: [..., N, D], N at least 2. Returns: fp64 [...]."""
     count = vectors.shape[-2]
+    # |sum of unit vectors|^2 is the sum of all N^2 cosines, N of which are 1: no matrix of pairs is needed.
     total = _units(vectors).sum(-2).square().sum(-1)
     return (total - count) / (count * count - count)
 
 
 def intra_similarity(vectors: torch.Tensor) -> torch.Tensor:
-    """Mean cosine of rows with their mean. Args: vectors: [..., N, D]. Returns: fp64 [...]."""
+    """Mean cosine of vectors with their mean. Args: vectors: [..., N, D]. Returns: fp64 [...]."""
     mean = vectors.double().mean(-2, keepdim=True)
     return (_units(vectors) * _units(mean)).sum(-1).mean(-1)
 
 
 def explained_variance(vectors: torch.Tensor, *, centred: bool = False) -> torch.Tensor:
     """First squared singular value over the sum of all. Args: vectors: [..., N, D]. Returns: fp64 [...]."""
-    wide = vectors.double()
+    vectors = vectors.double()
     if centred:
-        wide = wide - wide.mean(-2, keepdim=True)
-    squares = torch.linalg.svdvals(wide).square()
+        vectors = vectors - vectors.mean(-2, keepdim=True)
+    squares = torch.linalg.svdvals(vectors).square()
     return squares[..., 0] / squares.sum(-1).clamp(min=torch.finfo(torch.float64).tiny)
 
 
 def _units(vectors: torch.Tensor) -> torch.Tensor:
-    wide = vectors.double()
-    return wide / wide.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    vectors = vectors.double()
+    return vectors / vectors.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
 
 
 @dataclass(frozen=True)
 class Contextuality:
-    """Means over words or texts, fp64 [L + 1], and the same of words at random.
+    """Means over words or texts, by measure, fp64 [L + 1] each.
 
     Args:
-        by_word: word -> its self-similarity in each layer, less the baseline.
+        baseline: the same measures of random words.
+        by_word: word -> its self-similarity in each layer, minus the baseline.
         contexts: word -> number of its contexts.
     """
 
@@ -72,18 +74,18 @@ def measure(
     centred: bool = False,
     seed: int = 0,
 ) -> Contextuality | None:
-    """Measure two texts or more. None where no word has `least` contexts.
+    """Measure two or more texts. None if no word has `least` contexts.
 
     Args:
-        texts: the words of each. vectors: [words, L + 1, D] of each.
-        samples: words at random, one of a text, for the baselines.
-        centred: explained variance of vectors less their mean.
+        texts: the words of each text. vectors: [words, L + 1, D] of each text.
+        samples: number of random words, one from each text, for the baselines.
+        centred: subtract the mean of the vectors before explained variance.
     """
-    places: dict[str, list[tuple[int, int]]] = {}
+    occurrences: dict[str, list[tuple[int, int]]] = {}  # word -> (text, index in the text)
     for number, words in enumerate(texts):
-        for word in dict.fromkeys(words):  # its first occurrence: a context is a text
-            places.setdefault(word, []).append((number, words.index(word)))
-    chosen = {word: found for word, found in places.items() if len(found) >= least}
+        for word in dict.fromkeys(words):  # the first occurrence only: a context is a text
+            occurrences.setdefault(word, []).append((number, words.index(word)))
+    chosen = {word: found for word, found in occurrences.items() if len(found) >= least}
     if not chosen:
         return None
     random = torch.stack(list(_random_words(vectors, samples, seed)), dim=1)  # [L + 1, samples, D]
@@ -95,13 +97,13 @@ def measure(
     }
     by_word, variances = {}, []
     for word, found in chosen.items():
-        own = torch.stack([vectors[number][place] for number, place in found], dim=1)
-        by_word[word] = self_similarity(own)
-        variances.append(explained_variance(own, centred=centred))
-    whole = [each.transpose(0, 1) for each in vectors if len(each) > 1]
+        contexts = torch.stack([vectors[number][index] for number, index in found], dim=1)  # [L + 1, N, D]
+        by_word[word] = self_similarity(contexts)
+        variances.append(explained_variance(contexts, centred=centred))
+    several = [each.transpose(0, 1) for each in vectors if len(each) > 1]  # the mean of one word is the word
     measured = {
         "self_similarity": torch.stack(list(by_word.values())).mean(0),
-        "intra_similarity": torch.stack([intra_similarity(each) for each in whole]).mean(0),
+        "intra_similarity": torch.stack([intra_similarity(each) for each in several]).mean(0),
         "explained_variance": torch.stack(variances).mean(0),
     }
     adjusted = {word: values - cosine for word, values in by_word.items()}
@@ -109,7 +111,7 @@ def measure(
 
 
 def _random_words(vectors: Sequence[torch.Tensor], samples: int, seed: int) -> Iterator[torch.Tensor]:
-    """[L + 1, D] of a word of each of `samples` texts, or of all."""
+    """The vectors, [L + 1, D], of one word from each of `samples` texts, or of all texts if there are fewer."""
     generator = np.random.Generator(np.random.Philox(key=derive_seed(seed, "words at random")))
     for number in generator.permutation(len(vectors))[:samples]:
         yield vectors[number][generator.integers(len(vectors[number]))]

@@ -1,4 +1,7 @@
-"""Scores by which heads are compared: a task's metrics, or the loss on a run's validation data; and a pruned run."""
+"""Scores of a model without some heads: the metrics of a task, or the loss on the run's validation data.
+
+`write_pruned` writes the model that remains as a run.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from data_utils.common.errors import ConfigError
 from data_utils.common.files import new_directory
 from data_utils.loader.loader import SampleLoader, open_datasets
 from data_utils.tasks.metrics.metrics_by_task import compared_by
-from megatron_lite.analysis.heads import Examples, Head, loss_of
+from megatron_lite.analysis.heads import Examples, Head, loss_sum
 from megatron_lite.checkpoint.manifest import CHECKPOINTS
 from megatron_lite.checkpoint.merge import write_weights
 from megatron_lite.finetune.checkpoints import make_predict, task_of
@@ -29,6 +32,8 @@ from megatron_lite.parallel.context import ParallelContext
 
 
 class HeadScorer(Protocol):
+    """Scores a model as it is now, and yields the examples over which importance is measured."""
+
     measure: str  # name of the score, as printed
 
     def examples(self) -> Iterator[Examples]: ...
@@ -44,8 +49,8 @@ def make_head_scorer(
     """A scorer, and the run with its weights.
 
     Args:
-        tree: sections of a task, {}: the run's own; a run without a task is scored on its validation data.
-        samples: most of them. size: samples of a forward pass.
+        tree: sections of a task; {}: the run's own task, or its validation data if it has none.
+        samples: maximum number of samples. size: samples in a forward pass.
     Raises: ConfigError without a task or validation data.
     """
     if run.config.task is not None or tree:
@@ -71,7 +76,7 @@ class LossScorer:
     run: Run
     loader: SampleLoader
     samples: int
-    size: int
+    size: int  # samples in a forward pass
     measure = "validation loss, negative (nats)"
 
     def examples(self) -> Iterator[Examples]:
@@ -83,27 +88,27 @@ class LossScorer:
     def score(self) -> float:
         device = next(self.run.model.parameters()).device
         loss = weight = 0.0
-        for one in self.examples():
-            given = MicroBatch.from_batch(one.batch, device, self.run.config.model)
-            loss -= float(loss_of(self.run.model, given))
-            weight += one.batch.loss_divisor
+        for examples in self.examples():
+            micro_batch = MicroBatch.from_batch(examples.batch, device, self.run.config.model)
+            loss -= float(loss_sum(self.run.model, micro_batch))
+            weight += examples.batch.loss_divisor
         return loss / weight
 
 
 class TaskScorer:
-    """A task's metrics on its validation files. An example is a sample, of which each has a label."""
+    """A task's metrics on its validation files, their mean over files. An example is a labelled sample."""
 
     def __init__(self, run: Run, task: Task, samples: int, size: int):
         self._run, self._task, self._size = run, task, size
         metrics = compared_by(task.settings, task.config.finetune.best)
         self.measure = " and ".join(metrics.compared or metrics.names)
         self._score = metrics.score
-        records = {path: [*given[:samples]] for path, given in task.validation.items()}
-        if not records:
+        if not task.validation:
             raise ConfigError("heads are scored on labelled samples; set task.validation.")
-        alone = ParallelContext.alone()
+        one_process = ParallelContext.alone()
         self._evaluations = [
-            Evaluation(task.settings, task.renderer, each, alone, size) for each in records.values()
+            Evaluation(task.settings, task.renderer, [*records[:samples]], one_process, size)
+            for records in task.validation.values()
         ]
         self._records = [record for evaluation in self._evaluations for record in evaluation.records]
 
@@ -121,16 +126,15 @@ class TaskScorer:
             run.model, self._task.config, self._task.tokenizer, run.objectives, str(run.checkpoint.path)
         )
         model = Model(make_predict(run), write)
-        found = [self._score(each.run(model).metrics) for each in self._evaluations]
-        return sum(found) / len(found)
+        scores = [self._score(evaluation.run(model).metrics) for evaluation in self._evaluations]
+        return sum(scores) / len(scores)
 
 
 def write_pruned(run: Run, removed: Sequence[Head], output: Path) -> Path:
-    """Write a run's weights as they are now as a checkpoint of the run directory `output`. Returns its path."""
+    """Write the present weights of a run as a checkpoint of the run directory `output`. Returns the checkpoint."""
     parameters, shapes = dict(run.model.named_parameters()), run.checkpoint.shapes
-    weights = (
-        parameters[name].detach()[: shape[0]] for name, shape in shapes.items()
-    )  # without sequences of padding
+    # Checkpoints have no rows that pad the vocabulary.
+    weights = (parameters[name].detach()[: shape[0]] for name, shape in shapes.items())
     described = {"removed_heads": [list(head) for head in removed]}
     with new_directory(output) as directory:
         path = write_weights(run.checkpoint, weights, directory / CHECKPOINTS, described)

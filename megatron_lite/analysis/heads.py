@@ -1,8 +1,9 @@
-"""Which heads of attention a run needs (Michel et al., arXiv:1905.10650).
+"""Which attention heads a model needs (Michel et al., arXiv:1905.10650).
 
-A gate multiplies what a head hands to the output projection. A head's importance is the mean over examples of the
-size of the loss's derivative by its gate, at 1: a first-order estimate of what its removal costs. A removed head's
-columns of the output projection are 0; the bias stays, and so does the time of a step.
+A gate of value 1 multiplies the output of each head before the output projection. The importance of a head is the mean
+over examples of the absolute derivative of the loss by its gate: a first-order estimate of what removing the head
+costs. A head is removed by setting its columns of the output projection to 0. The bias stays, and the model gets no
+faster.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megatron_lite.model.transformer import GLM
 
 
 class Head(NamedTuple):
-    """Args: group: a key of `projections`. number: from 0."""
+    """One head of attention. Args: group: a key of `projections`. number: from 0."""
 
     group: str
     number: int
@@ -31,26 +32,30 @@ class Head(NamedTuple):
 
 @dataclass(frozen=True)
 class Examples:
-    """A micro-batch. Args: owner: int [rows]: the example of each sequence, from 0."""
+    """A micro-batch. Args: owner: int [B], the example of each sequence, from 0."""
 
     batch: Batch
     owner: np.ndarray
 
 
 def projections(model: GLM) -> dict[str, nn.Module]:
-    """The output projections of attention, by group: "layer 3", "decoder 0", "cross 0". Shared ones are layer 0."""
-    found: dict[str, nn.Module] = {}
-    first = len(model.layers) - model.config.decoder_layers
+    """The output projections of attention, by group: "layer 3", "decoder 0", "cross 0".
+
+    Blocks that share weights have one group, that of the first block.
+    """
+    groups: dict[str, nn.Module] = {}
+    encoder_layers = len(model.layers) - model.config.decoder_layers
     for number, block in enumerate(cast("list[Any]", list(model.layers))):
-        part, place = ("layer", number) if number < first else ("decoder", number - first)
-        if block.attention.dense not in found.values():
-            found[f"{part} {place}"] = block.attention.dense
-        if number >= first:
-            found[f"cross {place}"] = block.cross_attention.dense
-    return found
+        is_decoder = number >= encoder_layers
+        stack, layer = ("decoder", number - encoder_layers) if is_decoder else ("layer", number)
+        if block.attention.dense not in groups.values():
+            groups[f"{stack} {layer}"] = block.attention.dense
+        if is_decoder:
+            groups[f"cross {layer}"] = block.cross_attention.dense
+    return groups
 
 
-def heads_of(model: GLM) -> list[Head]:
+def all_heads(model: GLM) -> list[Head]:
     count = model.config.num_attention_heads
     return [Head(group, number) for group in projections(model) for number in range(count)]
 
@@ -58,63 +63,67 @@ def heads_of(model: GLM) -> list[Head]:
 def importance(
     model: GLM, examples: Iterable[Examples], *, per_token: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Mean size of the derivative by each head's gate: group -> fp64 [heads], nats.
+    """Mean absolute derivative of the loss by each head's gate: group -> fp64 [heads], nats.
 
-    Args: per_token: the mean over tokens with a gate of their own, not over examples.
+    Args: per_token: each token has its own gate, and the mean is over tokens. False: one gate for each example.
     """
     groups, heads = projections(model), model.config.num_attention_heads
     device = next(model.parameters()).device
     sums: dict[str, Any] = dict.fromkeys(groups, 0.0)  # on the device
     counts = dict.fromkeys(groups, 0)
-    for one in examples:
-        host = prepare(one.batch, device, model.config)
-        owners = {name: _of_group(host.plan, name, one, per_token).to(device) for name in groups}
+    for micro_batch in examples:
+        prepared = prepare(micro_batch.batch, device, model.config)
+        indices = {
+            name: _gate_indices(prepared.plan, name, micro_batch, per_token).to(device) for name in groups
+        }
         gates = {}
-        for name, owner in owners.items():
-            size = len(owner) if per_token else int(one.owner.max()) + 1
+        for name, index in indices.items():
+            size = len(index) if per_token else int(micro_batch.owner.max()) + 1
             gates[name] = torch.ones(size, heads, device=device, requires_grad=True)
             counts[name] += size
-        with _gated(groups, gates, owners):
-            loss = loss_of(model, host.to(device))
+        with _gated(groups, gates, indices):
+            loss = loss_sum(model, prepared.to(device))
         for name, gradient in zip(gates, torch.autograd.grad(loss, list(gates.values())), strict=True):
             sums[name] += gradient.abs().sum(0).double()
     return {name: total.cpu() / counts[name] for name, total in sums.items()}
 
 
-def loss_of(model: GLM, given: MicroBatch) -> torch.Tensor:
+def loss_sum(model: GLM, micro_batch: MicroBatch) -> torch.Tensor:
     """The sum of the losses of a micro-batch, nats: of a task, or of its tokens."""
-    if given.extra_inputs is not None:
-        return model(given)[0]
-    return (model.losses(given) * given.weights).sum()
+    if micro_batch.extra_inputs is not None:
+        return model(micro_batch)[0]
+    return (model.losses(micro_batch) * micro_batch.weights).sum()
 
 
-def _of_group(plan: Any, group: str, one: Examples, per_token: bool) -> torch.Tensor:
-    """The gate of each token of a group's stack, in the order of its plan: int64 [T]. Padding has any."""
+def _gate_indices(plan: Any, group: str, examples: Examples, per_token: bool) -> torch.Tensor:
+    """The gate of each token of a group's stack, in the order of its plan: int64 [T]. Padding may have any gate."""
     order = plan.order
     if isinstance(plan, EncoderDecoderPlan):
-        first = plan.lengths[0]
-        order = order[:first] if group.startswith("layer") else order[first:]
+        encoder_tokens = plan.lengths[0]
+        order = order[:encoder_tokens] if group.startswith("layer") else order[encoder_tokens:]
     if per_token:
         return torch.arange(len(order))
-    rows = np.maximum(order, 0) // one.batch.fields.shape[2]
-    return torch.from_numpy(one.owner[rows].astype(np.int64))
+    sequences = np.maximum(order, 0) // examples.batch.fields.shape[2]
+    return torch.from_numpy(examples.owner[sequences].astype(np.int64))
 
 
 @contextlib.contextmanager
 def _gated(
-    groups: dict[str, nn.Module], gates: dict[str, torch.Tensor], owners: dict[str, torch.Tensor]
+    groups: dict[str, nn.Module], gates: dict[str, torch.Tensor], indices: dict[str, torch.Tensor]
 ) -> Iterator[None]:
-    """Within, what each head hands on is multiplied by its gate. Args: gates: [G, heads]. owners: [T], below G."""
+    """Context in which the output of each head is multiplied by its gate.
 
-    def gate(name: str) -> Callable[[nn.Module, tuple[torch.Tensor]], torch.Tensor]:
-        def multiply(module: nn.Module, given: tuple[torch.Tensor]) -> torch.Tensor:
-            own = gates[name]
-            by_head = given[0].unflatten(1, (own.shape[1], -1))
-            return (by_head * own[owners[name]].unsqueeze(2)).flatten(1)
+    Args: gates: [G, heads] of each group. indices: int64 [T] of each group, the gate of each token.
+    """
+
+    def make_hook(name: str) -> Callable[[nn.Module, tuple[torch.Tensor]], torch.Tensor]:
+        def multiply(module: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
+            by_head = inputs[0].unflatten(1, (gates[name].shape[1], -1))
+            return (by_head * gates[name][indices[name]].unsqueeze(2)).flatten(1)
 
         return multiply
 
-    handles = [module.register_forward_pre_hook(gate(name)) for name, module in groups.items()]
+    handles = [module.register_forward_pre_hook(make_hook(name)) for name, module in groups.items()]
     try:
         yield
     finally:
@@ -124,7 +133,7 @@ def _gated(
 
 @contextlib.contextmanager
 def without(model: GLM, heads: Iterable[Head]) -> Iterator[None]:
-    """Within, the model lacks these heads."""
+    """Context in which the model lacks these heads."""
     kept = {head: _columns(model, head).clone() for head in heads}
     remove(model, kept)
     try:
@@ -137,6 +146,7 @@ def without(model: GLM, heads: Iterable[Head]) -> Iterator[None]:
 
 @torch.no_grad()
 def remove(model: GLM, heads: Iterable[Head]) -> None:
+    """Set the heads' columns of the output projections to 0."""
     for head in heads:
         _columns(model, head).zero_()
 
@@ -153,64 +163,72 @@ Score = Callable[[], float]  # higher is better
 
 def ablated(model: GLM, score: Score, heads: Sequence[Head]) -> dict[Head, float]:
     """The score without each head alone."""
-    found = {}
+    scores = {}
     for head in heads:
         with without(model, [head]):
-            found[head] = score()
-    return found
+            scores[head] = score()
+    return scores
 
 
 def alone(model: GLM, score: Score, heads: Sequence[Head]) -> dict[Head, float]:
     """The score with each head as the only one of its group."""
-    found = {}
+    scores = {}
     for head in heads:
         with without(model, [other for other in heads if other.group == head.group and other != head]):
-            found[head] = score()
-    return found
+            scores[head] = score()
+    return scores
 
 
 def greedy(model: GLM, score: Score, count: int) -> list[tuple[Head, float]]:
-    """`count` heads in the order in which they are removed, each the one that costs least then, and the score after."""
+    """Remove `count` heads one by one, each time the head whose removal costs least.
+
+    Returns: the heads in that order, each with the score after its removal.
+    """
     removed: list[tuple[Head, float]] = []
-    rest = heads_of(model)
+    remaining = all_heads(model)
     for _ in range(count):
         with without(model, [head for head, _ in removed]):
-            found = ablated(model, score, rest)
-        chosen = max(rest, key=lambda head: found[head])
-        rest.remove(chosen)
-        removed.append((chosen, found[chosen]))
+            scores = ablated(model, score, remaining)
+        cheapest = max(remaining, key=lambda head: scores[head])
+        remaining.remove(cheapest)
+        removed.append((cheapest, scores[cheapest]))
     return removed
 
 
 def lowest(
-    sizes: dict[str, torch.Tensor], count: int, *, keep: int, raw: bool = False, removed: Sequence[Head] = ()
+    importances: dict[str, torch.Tensor],
+    count: int,
+    *,
+    keep: int,
+    raw: bool = False,
+    removed: Sequence[Head] = (),
 ) -> list[Head]:
-    """The `count` least important heads that are not yet removed; `keep` or more stay in each group.
+    """The `count` least important heads that are not yet removed. Each group keeps at least `keep` heads.
 
-    Args: raw: sizes are compared between groups as they are, not as shares of the norm of their group.
+    Args: raw: compare importances between groups as they are. False: divided by the norm of their group.
     """
-    shares = dict(sizes)
+    compared = dict(importances)
     if not raw:
         least = torch.finfo(torch.float64).tiny
-        shares = {name: values / values.norm().clamp(min=least) for name, values in sizes.items()}
+        compared = {name: values / values.norm().clamp(min=least) for name, values in importances.items()}
     order = sorted(
-        (Head(name, number) for name, values in shares.items() for number in range(len(values))),
-        key=lambda head: (float(shares[head.group][head.number]), head),
+        (Head(name, number) for name, values in compared.items() for number in range(len(values))),
+        key=lambda head: (float(compared[head.group][head.number]), head),
     )
-    left = {name: len(values) for name, values in sizes.items()}
+    remaining = {name: len(values) for name, values in importances.items()}
     for head in removed:
-        left[head.group] -= 1
-    found: list[Head] = []
+        remaining[head.group] -= 1
+    chosen: list[Head] = []
     for head in order:
-        if len(found) < count and head not in removed and left[head.group] > keep:
-            found.append(head)
-            left[head.group] -= 1
-    return found
+        if len(chosen) < count and head not in removed and remaining[head.group] > keep:
+            chosen.append(head)
+            remaining[head.group] -= 1
+    return chosen
 
 
 def prune(
     model: GLM,
-    sizes: dict[str, torch.Tensor],
+    importances: dict[str, torch.Tensor],
     count: int,
     step: int,
     measure: Callable[[], dict[str, torch.Tensor]],
@@ -218,15 +236,15 @@ def prune(
     keep: int,
     raw: bool,
 ) -> list[Head]:
-    """Remove the least important heads from a model. Returns them in their order, `count` or as many as `keep` allows.
+    """Remove the least important heads from a model. Returns them in that order; `keep` may allow fewer than `count`.
 
-    Args: sizes: their importance. step: heads that are removed before `measure` is asked for the importance again.
+    Args: step: number of heads to remove before `measure` measures the importances again.
     """
     removed: list[Head] = []
     while len(removed) < count:
         if removed:
-            sizes = measure()
-        chosen = lowest(sizes, min(step, count - len(removed)), keep=keep, raw=raw, removed=removed)
+            importances = measure()
+        chosen = lowest(importances, min(step, count - len(removed)), keep=keep, raw=raw, removed=removed)
         if not chosen:
             break
         remove(model, chosen)

@@ -1,4 +1,4 @@
-"""Plots of what is measured inside a model."""
+"""Plots of the measures of this package."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def save(figure: Figure, path: Path) -> None:
 def lines(
     path: Path, curves: Mapping[str, Sequence[float]], y: str, dashed: Mapping[str, Sequence[float]]
 ) -> None:
-    """Curves over the layers, 0 = the embeddings. Args: dashed: their baselines, by the same names."""
+    """Curves over the layers, 0 = the embeddings. Args: dashed: baselines of the curves, by name."""
     figure, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
     for number, (key, values) in enumerate(curves.items()):
         name = key.replace("_", "-")
         axes.plot(range(len(values)), values, marker="o", color=f"C{number}", label=name)
         if key in dashed:
-            below = dashed[key]
-            axes.plot(range(len(below)), below, "--", color=f"C{number}", label=f"{name}, words at random")
+            baseline = dashed[key]
+            axes.plot(range(len(baseline)), baseline, "--", color=f"C{number}", label=f"{name}, random words")
     axes.set_xlabel("layer (0 = embeddings)")
     axes.set_ylabel(y)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -70,7 +70,7 @@ def maps(path: Path, weights: torch.Tensor, tokens: Sequence[str]) -> None:
     figure, grid = pyplot.subplots(
         layers, heads, figsize=(0.8 + size * heads, 0.8 + size * layers), squeeze=False, layout="constrained"
     )
-    named = count <= 24
+    named = count <= 24  # more tokens cannot be read
     for layer in range(layers):
         for head in range(heads):
             axes = grid[layer][head]

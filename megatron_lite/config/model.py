@@ -312,24 +312,24 @@ class ModelConfig:
 
     @property
     def begins_by_width(self) -> bool:
-        """Whether initial values follow the widths of the matrices without muP."""
+        """Whether `init` scales initial weights by the widths of the matrices (muP does so itself)."""
         return self.init in ("t5", "deepnorm")
 
     @property
     def width_ratio(self) -> float:
-        """The width over that of muP's base model; 1 without muP."""
+        """hidden_size over that of muP's base model; 1 without muP."""
         return self.hidden_size / self.mup.base_hidden_size if self.mup else 1.0
 
     @property
     def query_factor(self) -> float:
-        """Factor of the queries, for kernels that scale scores by 1 / sqrt(head size)."""
+        """Factor of the queries. Kernels always divide scores by sqrt(head size), so other scales are put here."""
         base = self.mup.base_head_size if self.mup else None
         scale = self.head_size if self.unscaled_scores else (base or self.head_size) / self.head_size
         return math.sqrt(scale / 3 if self.relative == "disentangled" else scale)
 
     @property
     def task_outputs(self) -> int:
-        """Numbers that the task's head computes for a row; 0 = there is no head."""
+        """Outputs of the task's head for each position or text; 0 = there is no head."""
         return {"none": 0, "values": 1, "spans": 2}.get(self.task_head, self.task_classes)
 
     @property
@@ -337,8 +337,8 @@ class ModelConfig:
         """Whether the layer of task_pooler comes before the task's head."""
         chosen = self.sentence_classes > 0 if self.task_pooler is None else self.task_pooler
         heads = ("classes", "values") if self.task_pooler_kind != "transform" else TASK_HEADS[1:]
-        kinds = {self.task_head, *(head.split(":")[1] for head in self.task_heads)}
-        return chosen and not kinds.isdisjoint(heads) and not self.has_task_pool
+        types = {self.task_head, *(head.split(":")[1] for head in self.task_heads)}
+        return chosen and not types.isdisjoint(heads) and not self.has_task_pool
 
     @property
     def has_task_pool(self) -> bool:
@@ -346,17 +346,17 @@ class ModelConfig:
         return self.task_pool != "token" and self.task_head in ("classes", "values")
 
     def is_local(self, layer: int) -> bool:
-        """Whether a layer sees only what is near."""
+        """Whether a layer attends within `attention_window` only."""
         return self.attention_window > 0 and layer % self.global_every > 0
 
     @property
     def local_share(self) -> float:
-        """Part of all layers that are local."""
+        """The fraction of layers that are local."""
         return sum(map(self.is_local, range(self.num_layers))) / self.num_layers
 
     @property
     def has_distance_scores(self) -> bool:
-        """Whether scores have learned terms of distances and segments, and a query stream begins with one vector."""
+        """Whether scores have learned terms of distances and segments, and the query stream starts from one vector."""
         return self.relative == "xlnet"
 
     @property
@@ -366,24 +366,24 @@ class ModelConfig:
 
     @property
     def position_rows(self) -> int:
-        """Buckets of both directions, of relative positions that are disentangled."""
+        """Rows of the table of disentangled relative positions: the buckets of both directions."""
         return 2 * (self.position_buckets or self.max_position + 1)
 
     @property
     def is_plain(self) -> bool:
-        """True for GLM's own layers and heads and no others: only such models can be exported in GLM's format."""
+        """Whether the model has only GLM's own layers and heads: only such models can be exported in GLM's format."""
         return _is_plain(self)
 
     @property
     def has_plain_blocks(self) -> bool:
-        """Whether blocks are those that one function of autograd computes (fused_block.py)."""
+        """Whether fused_block.py can compute the blocks."""
         others = self.decoder_layers, self.sandwich_norm, self.adapter_size, self.activation_dropout
         is_plain = self.norm == "pre" and self.share_layers == self.relative == "none" and not any(others)
         return is_plain and self.lora is None
 
     @property
     def has_position_tables(self) -> bool:
-        """Whether a learned table ends the positions that the model can take."""
+        """Whether a learned table limits the positions."""
         return self.positions.startswith("learned") or self.block_positions == "table"
 
     @property
@@ -398,7 +398,7 @@ class ModelConfig:
 
     @property
     def attention_size(self) -> int:
-        """Width of all heads together: of the queries, the keys and the values."""
+        """Width of the queries of all heads together."""
         return self.num_attention_heads * self.head_size
 
     @property
@@ -408,7 +408,7 @@ class ModelConfig:
 
     @property
     def rotary_size(self) -> int:
-        """Features of a head that rotary positions turn."""
+        """Features of a head that rotary positions rotate."""
         return int(self.rotary_share * self.head_size)
 
     @property
@@ -417,11 +417,11 @@ class ModelConfig:
         return self.ffn_size or 4 * self.hidden_size
 
     def has_bias(self, product: str) -> bool:
-        """Whether a product of a block has a bias. Args: product: "qkv", "attention" (its output) or "mlp"."""
+        """Whether a linear layer of a block has a bias. Args: product: "qkv", "attention" (its output) or "mlp"."""
         return self.biases == "all" or self.biases == product
 
 
-# Options that leave a trained model as it is.
+# Options that change training, but not what a trained model computes.
 OF_TRAINING = frozenset(
     (
         "system", "embedding_dropout", "attention_dropout", "activation_dropout", "output_dropout", "final_dropout",
@@ -429,7 +429,7 @@ OF_TRAINING = frozenset(
         "init_positions_std", "embedding_gradient_shrink",
     )
 )  # fmt: skip
-# These, and those that GLM's exported code knows.
+# All options that GLM's exported class supports.
 _OF_GLM = OF_TRAINING | {
     "num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position", "layernorm_epsilon", "activation",
     "positions", "block_positions", "rotary_share", "rotary_base", "task_head", "task_classes", "task_heads",
@@ -437,6 +437,7 @@ _OF_GLM = OF_TRAINING | {
 }  # fmt: skip
 
 
+# (positions, block_positions) that need no rotary positions.
 _WITHOUT_ROTARY = (("learned_blocks", "added"), ("learned", "added"), ("none", "added"), ("learned", "none"))
 
 
@@ -474,7 +475,7 @@ def _check_model(model: ModelConfig) -> None:
         f"model.share_layers is {model.share_layers} with model.decoder_layers ({model.decoder_layers}), "
         "but encoder and decoder blocks cannot share weights; set share_layers to none.",
     )
-    of_one_stack = {
+    single_stack_options = {
         "positions": model.positions == "rotary",
         "relative": model.has_query_terms,
         "norm": model.norm == "deepnorm",
@@ -484,7 +485,7 @@ def _check_model(model: ModelConfig) -> None:
         "num_key_value_heads": model.num_key_value_heads is not None,
         "query_key_norm": model.query_key_norm,
     }
-    for name, is_chosen in of_one_stack.items():
+    for name, is_chosen in single_stack_options.items():
         check(
             not (model.decoder_layers and is_chosen),
             f"model.{name} is {getattr(model, name)} with model.decoder_layers ({model.decoder_layers}), but "
@@ -571,12 +572,12 @@ def _check_windows(model: ModelConfig) -> None:
 
 
 def _check_disentangled(model: ModelConfig) -> None:
-    """Rules of relative positions with queries and keys of their own."""
+    """Rules of relative "disentangled", and of the options that only it uses."""
     is_chosen, half = model.relative == "disentangled", model.position_buckets // 2
-    for name, usual in (("position_buckets", 0), ("position_projections", False), ("position_norm", False)):
+    for name, default in (("position_buckets", 0), ("position_projections", False), ("position_norm", False)):
         value = getattr(model, name)
         check(
-            is_chosen or value == usual,
+            is_chosen or value == default,
             f"model.{name} is {value} with model.relative {model.relative}; set relative to disentangled, or "
             f"remove {name}.",
         )
@@ -600,7 +601,7 @@ def _check_disentangled(model: ModelConfig) -> None:
 
 
 def _check_mup(model: ModelConfig) -> None:
-    # muP's rules say nothing of these; a model that ignores them would be trained at wrong rates in silence.
+    # muP has no rule for these options: the model would silently train at wrong learning rates.
     not_covered = {
         "init": model.begins_by_width,
         "embedding_size": model.embedding_size is not None,
@@ -620,7 +621,7 @@ def _check_mup(model: ModelConfig) -> None:
 def _is_plain(model: ModelConfig) -> bool:
     """See `ModelConfig.is_plain`."""
     others = (field for field in fields(model) if field.name not in _OF_GLM)
-    # What is not listed counts: a new option is not exported before somebody says that GLM's classes have it.
+    # Options that are not listed count: a new option is refused until GLM's class supports it.
     is_default = all(getattr(model, field.name) == field.default for field in others)
     has_its_head = model.task_head in ("none", "classes", "values") and not model.has_task_pooler
     is_known = model.activation.startswith("gelu") and model.positions in ("learned_blocks", "rotary")

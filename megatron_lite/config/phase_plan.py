@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from data_utils.common.errors import ConfigError
 from data_utils.loader.config import PhaseSamples
 
-Config = Any  # tree.Config: tree.py imports this file, and imports go one way
+if TYPE_CHECKING:  # tree.py imports this module
+    from megatron_lite.config.tree import Config
 
 
 class PhasePlan:

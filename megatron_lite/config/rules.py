@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from data_utils.common.errors import ConfigError
 from data_utils.common.setting_files import shown
@@ -12,7 +12,8 @@ from data_utils.objectives import OBJECTIVES
 from megatron_lite.config.attention import check_attention
 from megatron_lite.config.lora import updated_parts
 
-Config = Any  # tree.Config: tree.py imports this file, and imports go one way
+if TYPE_CHECKING:  # tree.py imports this module
+    from megatron_lite.config.tree import Config
 
 
 def check_together(config: Config) -> None:

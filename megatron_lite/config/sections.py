@@ -18,7 +18,7 @@ from megatron_lite.config.attention import CHOICES
 
 OPTIMIZERS = ("adamw", "lamb", "stable_adamw", "adafactor", "muon")
 LOSS_NORMALIZATIONS = ("global_tokens", "per_objective", "mean_of_means")
-# Names of a parameter of an address that lets somebody in.
+# Names of URL parameters that hold a credential.
 _SECRET = re.compile(r"token|key|secret|pass|pwd|auth|credential|sig(nature)?$|session", re.IGNORECASE)
 
 

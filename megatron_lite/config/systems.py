@@ -97,13 +97,15 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "gpt2": {"positions": "learned", "max_position": 1023},
 }  # fmt: skip
 
-_OF_LSTMS = (
+# Systems that are not supported -> the reason, for the message.
+_LSTM = (
     "not supported: an LSTM carries a state from batch to batch; docs/objectives.md says what is "
     "supported of it"
 )
-_BY_NAME = "not supported: its sources do not describe it; see docs/objectives.md"
-LEFT_OUT = dict.fromkeys(("alum", "kbert", "t_cvae", "tinybert", "q_bert", "pkd", "xlm"), _BY_NAME)
-LEFT_OUT |= dict.fromkeys(("elmo", "ulmfit", "siatl"), _OF_LSTMS)
-# Options that a system's class has not: these heads compute the erf form, whatever is said of the blocks.
-_OF_ERF = ("roberta", "xlm_roberta", "camembert", "electra", "electra_generator")
-FIXED: dict[str, dict[str, Any]] = {name: {"activation": "gelu_erf"} for name in _OF_ERF}
+_NOT_DESCRIBED = "not supported: its sources do not describe it; see docs/objectives.md"
+LEFT_OUT = dict.fromkeys(("alum", "kbert", "t_cvae", "tinybert", "q_bert", "pkd", "xlm"), _NOT_DESCRIBED)
+LEFT_OUT |= dict.fromkeys(("elmo", "ulmfit", "siatl"), _LSTM)
+# Options with the only value that a system's class of transformers computes: the heads of these classes compute
+# gelu_erf, whatever hidden_act is.
+_GELU_ERF_HEADS = ("roberta", "xlm_roberta", "camembert", "electra", "electra_generator")
+FIXED: dict[str, dict[str, Any]] = {name: {"activation": "gelu_erf"} for name in _GELU_ERF_HEADS}

@@ -11,17 +11,21 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from data_utils.common.errors import ConfigError
 from data_utils.common.setting_files import shown
 from data_utils.common.settings import build, check, to_tree
 from data_utils.loader.config import PhaseSamples
-from megatron_lite.config.phase_plan import Config, PhasePlan
+from megatron_lite.config.phase_plan import PhasePlan
 from megatron_lite.config.phases import PhaseConfig
 from megatron_lite.config.rate_parts import rate_parts
 from megatron_lite.config.schedule import ScheduleConfig
 from megatron_lite.config.sections import ProfilerConfig
 from megatron_lite.config.timetable import Stage, Timetable, ramp_stages
+
+if TYPE_CHECKING:  # tree.py imports this module
+    from megatron_lite.config.tree import Config
 
 MIN_SEQUENCE_LENGTH = 32  # three borders of samples and two documents cost 20 tokens
 

@@ -46,7 +46,7 @@ from megatron_lite.model.tensor_parallel import (
     is_partial,
     partition_of,
 )
-from megatron_lite.model.trained_model import usual_measures
+from megatron_lite.model.trained_model import loss_measures
 from megatron_lite.optim.buckets import MOMENTS, Bucket, ParamGroup
 from megatron_lite.optim.ema import Averages
 from megatron_lite.optim.factory import element_state, make_optimizer
@@ -360,7 +360,7 @@ class Engine(ABC):
 
     def more_measures(self, loss: float) -> dict[str, float]:
         """Measures of the last evaluation other than its losses. Args: loss: mean over predicted tokens, nats."""
-        return usual_measures(loss)
+        return loss_measures(loss)
 
     @property
     def annealed(self) -> dict[str, float]:

@@ -96,9 +96,9 @@ class PlainEngine(Engine):
         return self._model.annealed
 
     @torch.no_grad()
-    def answers(self, batch: TaskBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def predict(self, batch: TaskBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """The model's predictions for a task, without dropout, on all ranks of a replica. See `GLM.forward`."""
-        return self._model(self._input(batch, None), answers=True)
+        return self._model(self._input(batch, None), predict=True)
 
     def _input(self, batch: Batch, dropout_seed: int | None) -> MicroBatch:
         return self.prepared(batch, dropout_seed).to(self.context.device)

@@ -143,7 +143,7 @@ def make_predict(run: Run, config: Config | None = None) -> Predict:
     read = model_spec(run.config).task_batches(config or run.config)
 
     @torch.no_grad()
-    def answer(batch: TaskBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        return run.model(MicroBatch.from_batch(read(batch), device, run.config.model), answers=True)
+    def predict(batch: TaskBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        return run.model(MicroBatch.from_batch(read(batch), device, run.config.model), predict=True)
 
-    return answer
+    return predict

@@ -26,7 +26,7 @@ from megatron_lite.model.task_batch import TaskBatch
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.gather import gather_arrays
 
-Predict = Callable[[TaskBatch], tuple[torch.Tensor, torch.Tensor]]  # PlainEngine.answers, or of a model alone
+Predict = Callable[[TaskBatch], tuple[torch.Tensor, torch.Tensor]]  # PlainEngine.predict, or of a model alone
 
 
 @dataclass(frozen=True)

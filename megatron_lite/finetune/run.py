@@ -157,7 +157,7 @@ def _train_seed(
         }
         keeper: TaskMetricKeeper | None = next(iter(keepers.values()), None)
         if keeper is not None and task.others:
-            keeper = MultiTaskMetricKeeper(keepers, Model(engine.answers), *options)
+            keeper = MultiTaskMetricKeeper(keepers, Model(engine.predict), *options)
         trainer = Trainer(
             config=config,
             context=context,
@@ -238,7 +238,7 @@ def engine_model(task: Task, engine: PlainEngine, context: ParallelContext) -> M
     config, convert = task.config, model_spec(task.config).task_batches(task.config)
 
     def predict(batch: TaskBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        return engine.answers(convert(batch))
+        return engine.predict(convert(batch))
 
     if context.tp.size > 1 or config.parallel.zero_stage == 3:
         if (task.settings.writes_text or task.settings.kind == "lambada") and context.is_main:

@@ -2,9 +2,10 @@
 
 Each picks one of these paths by the model (export) or by the files of the directory (import):
 
-GLM's own class            glm/modeling_glm.py holds the class. Tensors keep our names under the prefix `glm.`:
-                           `exported_name` in files/lora.py.
-released GLM checkpoints   glm/released.py renames tensors and reads the reference's model-parallel shards.
+GLM's own class            glm/modeling_glm.py holds the class, glm/export.py and glm/importing.py write and read its
+                           directory. Tensors keep our names under the prefix `glm.`.
+released GLM checkpoints   the same two files, with glm/released.py, which renames tensors and reads the reference's
+                           model-parallel shards.
 published systems          published/systems.py and the tables that it lists (BERT, GPT-2, T5, Llama, ...) hold one
                            TensorRule per line: our module -> theirs, with Q|K|V as one rule of three names.
                            tensor_map.py applies the rules to tensors, read_config.py and write_config.py to

@@ -102,7 +102,7 @@ class CachedPlan:
             mask = scores if mask is None else scores.masked_fill(~mask, float("-inf"))
         k, v = key_value.unbind(2)
         if self._probe is not None:
-            self._probe.look(layer, q, k, mask)
+            self._probe.record(layer, q, k, mask)
         return attend_all(q, k, v, mask)
 
     def select(self, indices: Sequence[int]) -> None:
@@ -139,7 +139,7 @@ class CachedCross:
         mask = None if self.is_token is None else self.is_token[:, None, None, :]
         q = q.view(self.num_sequences, -1, *q.shape[2:])
         if self._probe is not None:
-            self._probe.look(layer, q, k, mask)
+            self._probe.record(layer, q, k, mask)
         return attend_all(q, k, v, mask).flatten(0, 1)
 
     @property

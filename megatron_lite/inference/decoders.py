@@ -273,7 +273,7 @@ class TextDecoder:
         # The logits after the last token of a completion that was cut were never used.
         read = completion.tokens if completion.ended else completion.tokens[:-1]
         logits = [state.first(), *(state.next([token]) for token in read)]
-        return Replay([torch.cat(logits)], state.shown(context, read))
+        return Replay([torch.cat(logits)], state.query_and_key_tokens(context, read))
 
     def _generator(self) -> torch.Generator:
         """Random numbers of the next text, as `BlankFiller._generator`."""

@@ -26,7 +26,7 @@ from megatron_lite.model.transformer import GLM
 class TextState(DecodingState, Protocol):
     """The sequences of a batch, made from a model, the texts' tokens, a template and optionally an `AttentionProbe`."""
 
-    def shown(
+    def query_and_key_tokens(
         self, context: Sequence[int], read: Sequence[int]
     ) -> dict[str, tuple[list[QueryToken], list[int]]]:
         """See `Replay`. Args: context: of the one text. read: the completion's tokens that were read."""
@@ -72,7 +72,7 @@ class _Rows:
     ):
         self.model, self.template = model, template
         self.device = next(model.parameters()).device
-        self.plan = CachedPlan(model.config, probe and probe.of(SINGLE_STACK))
+        self.plan = CachedPlan(model.config, probe and probe.for_stack(SINGLE_STACK))
         self.tokens, self.is_token = pad_batch(contexts, self.device)
         self.lengths = torch.tensor([len(context) for context in contexts], device=self.device)
         self.next_positions = self.lengths.clone()  # position of each sequence's next token
@@ -112,12 +112,12 @@ class LeftToRight(_Rows):
         self.plan.expect(positions)
         return self.logits(run_cached_stack(self.model, words, id_fields(positions), self.plan)[:, -1])
 
-    def shown(
+    def query_and_key_tokens(
         self, context: Sequence[int], read: Sequence[int]
     ) -> dict[str, tuple[list[QueryToken], list[int]]]:
-        rows = query_tokens([*context, *self.template.start], read)
-        rows[-1 - len(read)] = QueryToken(rows[-1 - len(read)].token, True)
-        return {SINGLE_STACK: (rows, [row.token for row in rows])}
+        queries = query_tokens([*context, *self.template.start], read)
+        queries[-1 - len(read)] = QueryToken(queries[-1 - len(read)].token, True)
+        return {SINGLE_STACK: (queries, [query.token for query in queries])}
 
 
 class MaskAppending(_Rows):
@@ -140,16 +140,16 @@ class MaskAppending(_Rows):
         ids = id_fields(positions, segment=self.segment(True))
         return self.logits(run_cached_stack(self.model, words, ids, self.plan)[:, -1])
 
-    def shown(
+    def query_and_key_tokens(
         self, context: Sequence[int], read: Sequence[int]
     ) -> dict[str, tuple[list[QueryToken], list[int]]]:
         mask = QueryToken(self.template.mask, True)
-        rows = [
+        queries = [
             *query_tokens(context, []),
             mask,
-            *(row for token in read for row in (QueryToken(token, False), mask)),
+            *(query for token in read for query in (QueryToken(token, False), mask)),
         ]
-        return {SINGLE_STACK: (rows, [*context, *read, self.template.mask])}
+        return {SINGLE_STACK: (queries, [*context, *read, self.template.mask])}
 
 
 class EncoderDecoder(_Rows):
@@ -164,9 +164,9 @@ class EncoderDecoder(_Rows):
         positions = torch.arange(self.tokens.shape[1], device=self.device).expand(self.tokens.shape)
         self.plan.expect(positions, is_token=self.is_token)
         self.encoded = run_cached_encoder(model, self.tokens, id_fields(positions), self.plan)
-        self.cross = CachedCross(self.is_token, probe and probe.of("cross"))
+        self.cross = CachedCross(self.is_token, probe and probe.for_stack("cross"))
         # The encoder's cache is no longer needed; the decoder has its own cache.
-        self.plan = CachedPlan(model.config, probe and probe.of("decoder"))
+        self.plan = CachedPlan(model.config, probe and probe.for_stack("decoder"))
         self.next_positions = torch.zeros_like(self.lengths)
 
     def first(self) -> torch.Tensor:
@@ -186,12 +186,12 @@ class EncoderDecoder(_Rows):
         super().select(indices)
         self.cross.select(indices)
 
-    def shown(
+    def query_and_key_tokens(
         self, context: Sequence[int], read: Sequence[int]
     ) -> dict[str, tuple[list[QueryToken], list[int]]]:
         first = [*self.template.start, *self.template.forced]
         queries = [*query_tokens(first[:-1], []), *query_tokens([], [*first[-1:], *read])]
-        text, tokens = query_tokens(context, []), [row.token for row in queries]
+        text, tokens = query_tokens(context, []), [query.token for query in queries]
         return {
             SINGLE_STACK: (text, list(context)),
             "decoder": (queries, tokens),

@@ -29,7 +29,7 @@ class Completion(NamedTuple):
 
     text: str
     # Text, filled span, text, filled span, ..., text; or the text and its continuation.
-    parts: list[str]
+    segments: list[str]
     context: list[int]  # the text's tokens, with special tokens
     found: list[list[Hypothesis]]  # for each blank, or for the whole text: the best first
 
@@ -81,8 +81,8 @@ def complete(run: Run, generator: TextGenerator, texts: Sequence[str]) -> Iterat
         ):
             best = [each[0].tokens for each in found]
             if isinstance(generator, BlankFiller):
-                pieces = insert_spans(encoded[number], best, run.tokenizer.special)
-                parts = [run.tokenizer.decode(piece) for piece in pieces]
+                tokens = insert_spans(encoded[number], best, run.tokenizer.special)
+                segments = [run.tokenizer.decode(segment) for segment in tokens]
             else:
-                parts = [texts[number], run.tokenizer.decode(best[0])]
-            yield Completion(texts[number], parts, contexts[number], found)
+                segments = [texts[number], run.tokenizer.decode(best[0])]
+            yield Completion(texts[number], segments, contexts[number], found)

@@ -101,7 +101,7 @@ class Unmasking:
     def _logits(self, tokens: torch.Tensor, probe: AttentionProbe | None = None) -> torch.Tensor:
         """fp64 [R, N, V] of tokens [R, N] that all see each other."""
         # A new cache for every pass: all tokens see each other, so none can be kept when one changes.
-        plan = CachedPlan(self._model.config, probe and probe.of(SINGLE_STACK))
+        plan = CachedPlan(self._model.config, probe and probe.for_stack(SINGLE_STACK))
         positions = torch.arange(tokens.shape[1], device=self._device).expand(tokens.shape)
         plan.expect(positions)
         return self._model.logits(run_cached_stack(self._model, tokens, id_fields(positions), plan)).double()

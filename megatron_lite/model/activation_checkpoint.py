@@ -1,4 +1,4 @@
-"""Activations that the backward pass computes again instead of keeping them."""
+"""Activation checkpointing: the backward pass computes activations again instead of keeping them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 
-def recomputed(again: bool, function: Callable[..., Any], *arguments: Any) -> Any:
-    """function(*arguments), which the backward pass computes `again` instead of what it would keep."""
-    if again and torch.is_grad_enabled():
+def recomputed(enabled: bool, function: Callable[..., Any], *arguments: Any) -> Any:
+    """function(*arguments). With `enabled` the backward pass calls the function again, and no activations are kept."""
+    if enabled and torch.is_grad_enabled():
         # No random state is saved: dropout is a hash and draws the same again (dropout.py). Not reentrant, so that
-        # gradients reach what the function closes over.
+        # gradients reach the variables that the function closes over.
         return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
     return function(*arguments)

@@ -1,4 +1,4 @@
-"""Adapters: small layers within the residual branches of a block, which fine-tuning trains instead of the model."""
+"""Adapters: small layers in the residual branches of a block, which fine-tuning trains instead of the model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_lite.model.tensor_parallel import TensorParallel, linear
 
 
 class Adapter(nn.Module):
-    """x + up(gelu(down(x))) within a residual branch, [T, D]. `up` begins as 0: the model is what it was.
+    """x + up(gelu(down(x))) in a residual branch, [T, D]. `up` is initialized to 0, so the model is unchanged at first.
 
     Source: Houlsby et al., arXiv:1902.00751.
     """
@@ -25,8 +25,8 @@ class Adapter(nn.Module):
         parallel.mark_replicated(*self.parameters())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = (self.down.weight, self.down.bias, self.up.weight, self.up.bias)
-        # Adapters stand between tensor-parallel regions: small, and whole on every rank.
-        down, down_bias, up, up_bias = map(self.parallel.replicated, parts)
+        # Adapters are small, so they are between tensor-parallel regions: every rank has all of them.
+        parameters = (self.down.weight, self.down.bias, self.up.weight, self.up.bias)
+        down, down_bias, up, up_bias = map(self.parallel.replicated, parameters)
         inner = activated(linear(x, down, down_bias), "gelu_erf")
         return x + linear(inner, up, up_bias)

@@ -47,12 +47,12 @@ def set_attention(config: Config, device: torch.device) -> None:
 
 
 def dense_reason(config: ModelConfig, device: torch.device) -> str | None:
-    """Why a model's attention computes all pairs of tokens of a sequence under a mask; None where it does not."""
+    """Why a model's attention computes all pairs of tokens with a mask, for a warning; None if it does not."""
     if config.relative == "none" or kernels_are_wanted() or device.type != "cuda":
         return None
     return (
-        f"model.relative is {config.relative}: on GPUs attention computes all pairs of tokens of a row, and keeps a "
-        "number for each, since training.kernels is torch; those of fused keep none."
+        f"model.relative is {config.relative} and training.kernels torch: on GPUs attention computes and stores all "
+        "pairs of tokens of a sequence; fused stores none."
     )
 
 

@@ -17,7 +17,7 @@ from megatron_lite.model.tensor_parallel import (
 
 
 class MLP(nn.Module):
-    """Two products with an activation between them; where it is gated, the first gives the gate too."""
+    """Two linear layers with an activation between them. If it is gated, the first one also computes the gate."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel):
         super().__init__()
@@ -25,7 +25,7 @@ class MLP(nn.Module):
         self.dropout = config.activation_dropout
         inner, has_bias = config.inner_size, config.has_bias("mlp")
         self.is_gated = config.ffn == "gated"
-        # Gate and value are split over the ranks each by itself, so that a rank has matching features of both.
+        # Gate and value are sharded separately, so that a rank has the same features of both.
         parts = 2 if self.is_gated else 1
         self.first_feature = inner // parallel.group.size * parallel.group.rank
         self.dense_h_to_4h = ColumnParallelLinear(
@@ -39,7 +39,7 @@ class MLP(nn.Module):
         """[T, D] -> [T, D]. Args: skip_bias_add: of both products, see ColumnParallelLinear."""
         dropout = None
         if self.dropout and context.dropout is not None:
-            # Of all tokens, since the MLP's inside is split by features and not by tokens.
+            # For all tokens: inside the MLP, ranks share features and not tokens.
             dropout = context.dropout.features(self.dropout, layer, "activated")
             if dropout is not None:
                 dropout = dropout.from_feature(self.first_feature)

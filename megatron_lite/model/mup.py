@@ -1,9 +1,10 @@
-"""muP: which parameters follow the width, so that settings found on a narrow model serve a wide one.
+"""muP: the parameters that are scaled with the width, so that a learning rate tuned on a narrow model transfers.
 
-With m the width over that of the base model, matrices between two widths that grow (those of blocks, and of heads
-before their last one) begin with 1 / sqrt(m) of the usual deviation, and their rates follow (lr_multipliers.py). All
-other parameters are as usual. Logits are divided by m (lm_head.py), and scores by the width of a head instead of its
-root (`ModelConfig.query_factor`). At m = 1 nothing changes. The FFN and all heads together keep their proportion to m.
+m is the width over that of the base model. Matrices whose two sides grow with the width (those of blocks, and of heads
+before their last one) have 1 / sqrt(m) of the usual initial deviation, and their learning rates follow
+(lr_multipliers.py). Other parameters are unchanged. Logits are divided by m (lm_head.py), and scores by the width of a
+head instead of its root (`ModelConfig.query_factor`). At m = 1 nothing changes. The widths of the FFN and of all heads
+together must grow in proportion to m.
 
 Source: arXiv:2203.03466, table 8; microsoft/mup, MuSharedReadout.
 """

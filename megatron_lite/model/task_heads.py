@@ -17,7 +17,7 @@ from megatron_lite.model.dense import Linear, Transform
 from megatron_lite.model.kernels import fused
 from megatron_lite.model.kernels.dropout import Dropout, FeatureDropout
 from megatron_lite.model.task_batch import TaskInputs
-from megatron_lite.model.task_losses import first_places, part_pools
+from megatron_lite.model.task_losses import first_positions, group_pools
 from megatron_lite.model.tensor_parallel import TensorParallel
 from megatron_lite.parallel.collectives import gather_tokens
 
@@ -102,16 +102,16 @@ class TaskHead(nn.Module):
     def outputs(
         self,
         layers: Sequence[torch.Tensor],
-        rows: torch.Tensor,
+        positions: torch.Tensor,
         final_layernorm: nn.Module,
         dropout: Dropout | None,
-        parts: TaskInputs | None,
+        groups: TaskInputs | None,
         pooler: Linear | Transform | None,
     ) -> torch.Tensor:
-        """See `task_rows`. Args: pooler: another head's, which is used where this one has none."""
+        """See `task_outputs`. Args: pooler: of another head, for a task head that has none."""
         if self.parallel.sequence_parallel:
             layers = [gather_tokens(hidden, self.parallel.group) for hidden in layers]
-        chosen = [hidden.index_select(0, rows) for hidden in layers]
+        chosen = [hidden.index_select(0, positions) for hidden in layers]
         x = final_layernorm(chosen[-1]) if self.mix is None else self.mix(torch.stack(chosen))
         if self.has_pooler:
             # The pretrained pooler where there is one: fine-tuning continues from its weights.
@@ -119,12 +119,12 @@ class TaskHead(nn.Module):
             assert pooler is not None
             x = pooler(x) if self.pooled is None else self.pooled(pooler(x))
         if self.pool is not None:
-            assert parts is not None
-            x, rows = torch.relu(self.pool(part_pools(x, parts))), rows[first_places(parts)]
+            assert groups is not None
+            x, positions = torch.relu(self.pool(group_pools(x, groups))), positions[first_positions(groups)]
         # Layer -1 is the embedding, which has no attention: the salt of this site is free.
         head_dropout = None if dropout is None else dropout.features(self.dropout, -1, "attended")
         if head_dropout is not None:
-            x = fused.dropout_add(x, None, head_dropout.for_tokens(rows))
+            x = fused.dropout_add(x, None, head_dropout.for_tokens(positions))
         return self.classifier(x)
 
 
@@ -138,7 +138,7 @@ def task_configs(config: ModelConfig) -> dict[str, ModelConfig]:
 
 
 class TaskHeads(nn.Module):
-    """A head for each of several tasks, under the task's name: a batch passes one of them.
+    """A head for each of several tasks, by the task's name. A batch is of one task.
 
     Source: MT-DNN, arXiv:1901.11504, section 3.
     """
@@ -146,15 +146,14 @@ class TaskHeads(nn.Module):
     def __init__(self, config: ModelConfig, parallel: TensorParallel):
         super().__init__()
         for name, task_config in task_configs(config).items():
-            head = self._modules[name] = TaskHead(
-                task_config, parallel
-            )  # any name, those of torch's methods too
+            # `_modules` directly: a task may have the name of one of torch's methods.
+            head = self._modules[name] = TaskHead(task_config, parallel)
         self.pooled: Any = head.pooled
 
     def outputs(self, *arguments: Any) -> torch.Tensor:
         """As `TaskHead.outputs`."""
-        *_, parts, _ = arguments
-        return cast(TaskHead, self._modules[parts.task]).outputs(*arguments)
+        *_, groups, _ = arguments
+        return cast(TaskHead, self._modules[groups.task]).outputs(*arguments)
 
 
 def task_head(config: ModelConfig, parallel: TensorParallel) -> TaskHead | TaskHeads | None:
@@ -178,7 +177,7 @@ class LayerMix(nn.Module):
         self.epsilon = config.layernorm_epsilon
 
     def forward(self, layers: torch.Tensor) -> torch.Tensor:
-        # fp32: the sum over many layers, and the shares' gradient, which is a sum over all tokens.
+        # fp32: a sum over many layers, and the gradient of the shares is a sum over all tokens.
         normed = F.layer_norm(layers.float(), layers.shape[-1:], eps=self.epsilon)
         shares = self.layer_bias.float().softmax(0) * (1.0 + self.gain_bias.float())
         return (shares[:, None, None] * normed).sum(0).to(layers.dtype)

@@ -15,42 +15,42 @@ if TYPE_CHECKING:
     from megatron_lite.parallel.context import ParallelContext
 
 ENCODER, DECODER = "encoder.", "decoder."  # prefixes of the parameters in a model of two stacks
-_LARGEST_EXPONENT = 700.0  # exp of it is still finite
+_LARGEST_EXPONENT = 700.0  # exp(710) is infinite
 
 
-def usual_measures(loss: float) -> dict[str, float]:
-    """Args: loss: mean over predicted tokens, nats."""
+def loss_measures(loss: float) -> dict[str, float]:
+    """The perplexity. Args: loss: mean over predicted tokens, nats."""
     return {"perplexity": math.exp(min(loss, _LARGEST_EXPONENT))}
 
 
 class TrainedModel(nn.Module):
-    """A model that an engine trains. Samples, losses and sums over ranks are the engine's."""
+    """A model that an engine trains. The engine prepares its samples and sums its losses over ranks."""
 
     num_losses: int
-    # Called before a part of the model is computed: its weights may still be on their way from other ranks.
+    # Called before a module is computed: ranks may still be gathering its weights.
     before_use: Callable[[nn.Module], None]
 
     @abstractmethod
-    def forward(self, batch: MicroBatch, *, answers: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, batch: MicroBatch, *, predict: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss sum (fp32 scalar, nats), and without gradient fp32 [losses, 2]: sum and weight of each loss.
 
-        Args: answers: what a task's parts are answered with instead, where the model learns tasks.
+        Args: predict: return the predictions of a task instead, if the model learns tasks.
         """
 
     def set_step(self, step: int, steps: int) -> None:
-        """Called before each step. Args: step: its number, from 1. steps: those of the whole run."""
+        """Called before each step. Args: step: its number, from 1. steps: of the whole run."""
 
     @property
     def annealed(self) -> dict[str, float]:
-        """Weights that the loss of the last step had, by name, for the records."""
+        """Annealed weights of the last step's loss, by name, for the log."""
         return {}
 
     def begin_evaluation(self) -> None:
-        """Called before the passes of an evaluation."""
+        """Called before the forward passes of an evaluation."""
 
     def end_evaluation(self) -> None:
-        """Called after them, in any case."""
+        """Called after them, also if one failed."""
 
     def measures(self, context: ParallelContext, loss: float) -> dict[str, float]:
-        """Measures of the last evaluation beside its losses. Every rank calls this. Args: loss: the mean, nats."""
-        return usual_measures(loss)
+        """Measures of the last evaluation besides its losses. Called on every rank. Args: loss: the mean, nats."""
+        return loss_measures(loss)

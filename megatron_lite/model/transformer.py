@@ -43,9 +43,9 @@ from megatron_lite.model.loss import ChunkedLogits, loss_logits, prediction_loss
 from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.model.norms import LayerNorm, RMSNorm, final_layernorm
 from megatron_lite.model.position_bias import Table, relative_tables
-from megatron_lite.model.predictions import row_scores, task_rows
+from megatron_lite.model.predictions import task_outputs, token_scores
 from megatron_lite.model.task_batch import TaskInputs
-from megatron_lite.model.task_losses import choice_scores, part_sums, sums_of_task, task_loss
+from megatron_lite.model.task_losses import choice_scores, group_sums, task_loss, task_sums
 from megatron_lite.model.tensor_parallel import TensorParallel
 from megatron_lite.model.trained_model import TrainedModel
 from megatron_lite.parallel.collectives import SINGLE
@@ -209,24 +209,22 @@ class GLM(TrainedModel):
         """[..., D] -> [..., V]. One process only."""
         return self.heads.logits(self.final_layernorm(hidden), self.embedding.word_embeddings)
 
-    def forward(self, batch: MicroBatch, *, answers: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, batch: MicroBatch, *, predict: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Weighted loss sum (fp32 scalar, nats); without gradient, fp32 [objectives, 2 or 3], see `sum_losses`.
 
         Both are equal on all tensor-parallel ranks. The loss of a task is the last of the objectives.
 
-        Args: answers: what a task's parts are answered with instead, see `_answers`.
+        Args: predict: return the predictions of a task instead, see `_predictions`.
         """
-        if answers:
-            return self._answers(batch)
+        if predict:
+            return self._predictions(batch)
         if batch.extra_inputs is None:
             return self._token_loss(self._hidden(batch), batch)
         if batch.extra_inputs.head == "choices":
-            # A choice is scored by its tokens' likelihood: no task head, the model's own vocabulary logits.
+            # A choice is scored by the likelihood of its tokens: by the vocabulary's logits, not by a task head.
             losses = self._losses(self._hidden(batch), batch)
-            outputs = choice_scores(
-                losses[: len(batch.extra_inputs.position_group)], batch.extra_inputs
-            )  # without fillers
-            return self._task_loss(outputs, batch.extra_inputs)
+            count = len(batch.extra_inputs.position_group)  # without padding
+            return self._task_loss(choice_scores(losses[:count], batch.extra_inputs), batch.extra_inputs)
         layers = self._layers(batch)
         loss, sums = self._task_loss(
             self._head_outputs(layers, batch, batch.extra_inputs), batch.extra_inputs
@@ -242,27 +240,28 @@ class GLM(TrainedModel):
         logits, words = self._logits_and_classes(hidden, batch), self.embedding.word_embeddings
         return sum_losses(logits, batch, words, self.num_losses, self.label_smoothing, self.z_loss)
 
-    def _task_loss(self, outputs: torch.Tensor, parts: TaskInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        loss = task_loss(outputs, parts)
-        return loss, sums_of_task(loss, parts, self.num_losses)
+    def _task_loss(self, outputs: torch.Tensor, groups: TaskInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        loss = task_loss(outputs, groups)
+        return loss, task_sums(loss, groups, self.num_losses)
 
-    def _answers(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choices: log probability of each part's targets, fp32 [P], and whether each is the likeliest token, bool [P].
+    def _predictions(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Predictions of a task.
 
-        Other tasks: the outputs of the task's head, see `task_loss`, and an empty tensor.
+        Returns: of choices, the log probability of each target group, fp32 [G], and whether all its targets are the
+            likeliest tokens, bool [G]. Of other tasks the outputs of the head, see `task_loss`, and an empty tensor.
         """
-        parts = batch.extra_inputs
-        assert parts is not None
-        if parts.head != "choices":
-            outputs = self._head_outputs(self._layers(batch), batch, parts).float()
+        groups = batch.extra_inputs
+        assert groups is not None
+        if groups.head != "choices":
+            outputs = self._head_outputs(self._layers(batch), batch, groups).float()
             return outputs, outputs.new_empty(0)
         logits, _ = self._logits_and_classes(self._hidden(batch), batch, whole=True)
-        count = len(parts.position_group)
+        count = len(groups.position_group)
         assert isinstance(logits, torch.Tensor), "whole=True gives all logits"
-        log_p, is_likeliest = row_scores(
+        log_p, is_likeliest = token_scores(
             logits[:count], batch.targets[:count], self.embedding.word_embeddings
         )
-        return part_sums(log_p, parts), part_sums(~is_likeliest, parts) == 0
+        return group_sums(log_p, groups), group_sums(~is_likeliest, groups) == 0
 
     def _hidden(self, batch: MicroBatch, before_block: BeforeBlock | None = None) -> torch.Tensor:
         return self.run(batch.tokens, batch.ids, batch.plan, batch.dropout, before_block)
@@ -278,9 +277,12 @@ class GLM(TrainedModel):
         layers.append(self._hidden(batch, keep if self.config.task_mix else None))
         return layers
 
-    def _head_outputs(self, layers: list[torch.Tensor], batch: MicroBatch, parts: TaskInputs) -> torch.Tensor:
-        outputs = task_rows(self.heads, layers, parts.positions, self.final_layernorm, batch.dropout, parts)
-        return outputs[: len(parts.position_group)]
+    def _head_outputs(
+        self, layers: list[torch.Tensor], batch: MicroBatch, groups: TaskInputs
+    ) -> torch.Tensor:
+        norm, dropout = self.final_layernorm, batch.dropout
+        outputs = task_outputs(self.heads, layers, groups.positions, norm, dropout, groups)
+        return outputs[: len(groups.position_group)]
 
     def losses(self, batch: MicroBatch, condition: Condition | None = None) -> torch.Tensor:
         """Cross entropies of the predictions, fp32 [K + P + M], see loss.py. Args: condition: as for `run`."""

@@ -1,4 +1,4 @@
-"""Charts as SVG that stretches to the page's width: curves stretch, labels and widths of lines stay as they are."""
+"""Charts as SVG that stretches to the width of the page: curves stretch; labels and line widths do not."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megatron_lite.report.curves import Curve, Point
 from megatron_lite.report.html import Html, element, joined
 
 HEIGHT = 190  # of the curves, in pixels
-WIDTH = 1000  # of the curves' own coordinates, which stretch
-MAX_DOTS = 60  # values that are marked one by one
+WIDTH = 1000  # of the curves, in their own coordinates, which stretch
+MAX_DOTS = 60  # a curve of more values has no dots
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Line:
     curve: Curve
     run: int  # decides the colour
     label: str
-    thin: bool = False  # below a more important one
+    thin: bool = False  # drawn below the others, without dots
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class Chart:
 
     title: str
     lines: Sequence[Line]
-    text: Callable[[float], str]  # a value in words
+    text: Callable[[float], str]  # formats a value
     levels: Sequence[tuple[int, float, str]] = ()  # (run, value, label): dotted lines
     restarts: Sequence[tuple[int, int]] = ()  # (run, step)
     logarithmic: bool = False
     from_zero: bool = False
-    also: str = "lowest"  # value that the caption gives after the last one: lowest, highest or mean
+    also: str = "lowest"  # what the caption has besides the last value: lowest, highest or mean
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ def linear_scale(low: float, high: float, most: int = 6) -> Scale:
     """A scale whose ticks are round numbers: 1, 2 or 5 times a power of ten apart."""
     if not high - low > 1e-9 * max(abs(low), abs(high), 1e-300):
         low, high = low - (abs(low) * 0.1 or 1.0), high + (abs(high) * 0.1 or 1.0)
-    apart = 10.0 ** math.floor(math.log10((high - low) / most))
+    power = 10.0 ** math.floor(math.log10((high - low) / most))
     distance = next(
-        apart * factor for factor in (1, 2, 5, 10, 20) if (high - low) / (apart * factor) <= most - 1
+        power * factor for factor in (1, 2, 5, 10, 20) if (high - low) / (power * factor) <= most - 1
     )
     first, last = math.floor(low / distance + 1e-9), math.ceil(high / distance - 1e-9)
     ticks = tuple(number * distance for number in range(first, last + 1))
@@ -80,7 +80,7 @@ def logarithmic_scale(low: float, high: float) -> Scale:
 
 
 def draw(chart: Chart) -> Html:
-    """The chart with a caption that gives the last and the least value of each line."""
+    """The chart, with the last value of each line and `Chart.also` in its caption."""
     points = [line.curve.points() for line in chart.lines]
     values = [point.value for line in points for point in line] + [value for _, value, _ in chart.levels]
     low, high = min(values), max(values)

@@ -1,7 +1,7 @@
 """The numbers of a metrics file as curves, in memory that does not grow with the file.
 
-A curve keeps the first, least, greatest and last value of each column of steps. A line drawn through these covers the
-same pixels as one through all values, so that no spike is lost (M4, doi:10.14778/2732951.2732953).
+A curve keeps the first, lowest, highest and last value of each column of steps. A line through these covers the same
+pixels as a line through all values, so no spike is lost (M4, doi:10.14778/2732951.2732953).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_lite.metrics.records import valid_records
 from megatron_lite.metrics.writer import FILE
 
 COLUMNS = 500
-BUFFERED = 1024  # values of a curve that are taken in together
+BUFFERED = 1024  # values of a curve that are added at once, by numpy
 MAX_CURVES = 64  # per type of record; names come from the file
 MAX_EVENTS = 200
 MAX_FILLINGS = 8  # steps whose fillings are shown
@@ -34,7 +34,7 @@ class Point(NamedTuple):
 
 
 class Curve:
-    """One number over the steps. Values are taken in together: `flush` before the attributes are read."""
+    """One number over the steps. Values are buffered: call `flush` before reading the attributes."""
 
     def __init__(self, columns: int = COLUMNS) -> None:
         self._most = columns
@@ -117,7 +117,7 @@ class Records:
     last_train: dict[str, Any] = field(default_factory=dict)
     first_time: float | None = None
     last_time: float | None = None
-    seconds: float = 0.0  # from each start to its last record, without the time between
+    seconds: float = 0.0  # from each start to the last record before the next one
     last_step: int = 0
     notes: list[str] = field(default_factory=list)
 
@@ -127,6 +127,7 @@ class Records:
         return curve if curve is not None and curve.count else None
 
     def add(self, record: Mapping[str, Any]) -> None:
+        """Add a record with a valid type, step and time; its numbers may be anything."""
         kind, step, time = record["kind"], record["step"], record.get("time")
         self.last_step = max(self.last_step, step)
         if isinstance(time, (int, float)) and math.isfinite(time):
@@ -162,14 +163,14 @@ class Records:
             self.last_train = dict(record)
 
     def _add_fillings(self, record: dict[str, Any]) -> None:
-        """Keep a sample of the whole run: too many lose every second one, but the first and newest stay."""
+        """Keep a sample of the whole run: at the limit every second one is dropped, but not the first and newest."""
         self.fillings.append(record)
         if len(self.fillings) > 2 * MAX_FILLINGS:
             del self.fillings[1:-1:2]
 
 
 def read_records(run: Path) -> Records:
-    """The records of a run. What is missing or damaged becomes a note."""
+    """The records of a run. A missing file and damaged lines become notes."""
     records, path = Records(), run / FILE
     count = first = 0
 

@@ -1,4 +1,4 @@
-"""HTML elements as text. What is not an element already is escaped, so that no text of a run becomes markup."""
+"""HTML elements as text. Everything that is not an element is escaped, so that no text of a run becomes markup."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from megatron_lite.report.style import STYLE
 
-# Characters that HTML forbids, and those that turn the direction of the text around them.
+# Characters that HTML forbids, and those that change the direction of the text around them.
 _HIDDEN = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
 )
@@ -29,8 +29,9 @@ def escaped(value: object) -> Html:
     )
 
 
-def joined(*parts: object) -> Html:
-    return Html("".join(map(escaped, parts)))
+def joined(*values: object) -> Html:
+    """The values one after another, escaped."""
+    return Html("".join(map(escaped, values)))
 
 
 def element(name: str, *children: object, **attributes: object) -> Html:
@@ -44,7 +45,7 @@ def element(name: str, *children: object, **attributes: object) -> Html:
 
 
 def table(head: list[object], rows: list[list[object]], class_: str | None = None) -> Html:
-    """A table that scrolls within its box where the page is narrow. The first cell of each row is its heading."""
+    """A table that scrolls within its box on a narrow page. The first cell of each row is its heading."""
     body = [
         element("tr", element("th", row[0], scope="row"), *(element("td", cell) for cell in row[1:]))
         for row in rows

@@ -37,24 +37,25 @@ def page(runs: Sequence[RunReport], made_at: float) -> str:
         _legend(runs),
         *_section(f"Loss, nats per {_loss_unit(runs)}", *_charts(_loss_charts(runs))),
         *_section(
-            "Scores", *_charts(_score_charts(runs)), *(part for run in runs for part in _scores(run, runs))
+            "Scores", *_charts(_score_charts(runs)), *(each for run in runs for each in _scores(run, runs))
         ),
-        *_section("Minimal pairs", *(part for run in runs for part in _minimal_pairs(run, runs))),
+        *_section("Minimal pairs", *(each for run in runs for each in _minimal_pairs(run, runs))),
         *_section("Latent space", *_charts(_latent_charts(runs))),
         *_section("Optimization", *_charts(_optimization_charts(runs))),
         *_section("Speed and memory", *_charts(_speed_charts(runs))),
-        *_section("Infilled validation samples", *(part for run in runs for part in _fillings(run, runs))),
-        *_section("Starts and events", *(part for run in runs for part in _events(run, runs))),
-        *_section("Phases", *(part for run in runs for part in _phases(run, runs))),
-        *_section("Corpora", *(part for run in runs for part in _corpora(run, runs))),
-        *_section("Checkpoints", *(part for run in runs for part in _checkpoints(run, runs))),
+        *_section("Infilled validation samples", *(each for run in runs for each in _fillings(run, runs))),
+        *_section("Starts and events", *(each for run in runs for each in _events(run, runs))),
+        *_section("Phases", *(each for run in runs for each in _phases(run, runs))),
+        *_section("Corpora", *(each for run in runs for each in _corpora(run, runs))),
+        *_section("Checkpoints", *(each for run in runs for each in _checkpoints(run, runs))),
         *_section("Configuration", *_configuration(runs)),
     ]
     return whole_page(title, sections)
 
 
-def _section(title: str, *parts: object) -> list[Html]:
-    return [element("section", element("h2", title), *parts)] if parts else []
+def _section(title: str, *elements: object) -> list[Html]:
+    """A section with a heading; none without elements."""
+    return [element("section", element("h2", title), *elements)] if elements else []
 
 
 def _heading(run: RunReport, runs: Sequence[RunReport]) -> list[Html]:
@@ -63,6 +64,7 @@ def _heading(run: RunReport, runs: Sequence[RunReport]) -> list[Html]:
 
 
 def utc(time: Any) -> str:
+    """Unix time as text; "-" for anything else, since records may be damaged."""
     try:
         return datetime.datetime.fromtimestamp(time, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     except (ValueError, OverflowError, OSError, TypeError):
@@ -84,10 +86,10 @@ def _legend(runs: Sequence[RunReport]) -> Html:
         if len(runs) > 1
         else []
     )
-    kinds = (
+    styles = (
         "Thin: training. Thick with dots: validation. Dotted: unigram model. Dashed vertical line: a restart."
     )
-    return element("p", *colours, element("span", kinds), class_="legend")
+    return element("p", *colours, element("span", styles), class_="legend")
 
 
 # Overview
@@ -95,17 +97,20 @@ def _legend(runs: Sequence[RunReport]) -> Html:
 
 def _overview(runs: Sequence[RunReport]) -> Html:
     facts = [dict(_facts(run)) for run in runs]
-    names = dict.fromkeys(name for of_run in facts for name in of_run)
-    rows: list[list[object]] = [[name, *(of_run.get(name, MISSING) for of_run in facts)] for name in names]
+    names = dict.fromkeys(name for run_facts in facts for name in run_facts)
+    rows: list[list[object]] = [[name, *(each.get(name, MISSING) for each in facts)] for name in names]
     return table(["", *(run.name for run in runs)], rows, "numbers")
 
 
 def _facts(run: RunReport) -> Iterator[tuple[str, str]]:
     records, start = run.records, run.records.starts[-1] if run.records.starts else {}
     yield "trained", f"step {records.last_step:,}" + (f" of {run.steps:,}" if run.steps is not None else "")
-    for kind, name in (("training loss", "train"), ("validation loss", "validation")):
-        if (curve := records.curve(name, "loss")) is not None:
-            yield kind, f"{curve.last.value:.4f}, lowest {curve.least.value:.4f} at step {curve.least.step:,}"
+    for label, kind in (("training loss", "train"), ("validation loss", "validation")):
+        if (curve := records.curve(kind, "loss")) is not None:
+            yield (
+                label,
+                f"{curve.last.value:.4f}, lowest {curve.least.value:.4f} at step {curve.least.step:,}",
+            )
     if (curve := records.curve("validation", "perplexity")) is not None:
         yield "perplexity", f"{curve.last.value:.4g}"
     if (curve := records.curve("scores", "score")) is not None:
@@ -151,7 +156,7 @@ def int_or_0(value: Any) -> int:
 
 
 def _share(run: RunReport) -> tuple[str, str] | None:
-    """The mean share of the rate that the run is compared with, as its curve shows it."""
+    """The mean of the utilization that the run reports: of the measured peak, or MFU."""
     share, machine = (run.records.curve("train", name) for name in ("machine_share", "machine_tflops"))
     if share is not None and machine is not None:
         return (
@@ -173,7 +178,7 @@ def _charts(charts: Sequence[Chart]) -> list[Html]:
 def _lines(
     runs: Sequence[RunReport], kind: str, name: str, label: str = "", thin: bool = False
 ) -> list[Line]:
-    """One line for each run that has the number. Args: label: name of the number."""
+    """One line for each run that has the number. Args: label: of the number, in the caption."""
     found = [(number, run, run.records.curve(kind, name)) for number, run in enumerate(runs)]
     names = [", ".join(filter(None, (run.name if len(runs) > 1 else "", label))) for run in runs]
     return [Line(curve, number, names[number], thin) for number, run, curve in found if curve is not None]
@@ -215,10 +220,10 @@ def _loss_charts(runs: Sequence[RunReport]) -> list[Chart]:
 
 def _loss_unit(runs: Sequence[RunReport]) -> str:
     """The unit of the loss: per sentence for OPTIMUS, whose loss bounds a sentence's likelihood, else per token."""
-    of_sentences = [run.records.curve("train", "beta") is not None for run in runs]
-    if all(of_sentences):
+    is_optimus = [run.records.curve("train", "beta") is not None for run in runs]
+    if all(is_optimus):
         return "sentence"
-    return "token (with a latent vector: per sentence)" if any(of_sentences) else "token"
+    return "token (with a latent vector: per sentence)" if any(is_optimus) else "token"
 
 
 def _score_charts(runs: Sequence[RunReport]) -> list[Chart]:
@@ -279,7 +284,7 @@ def _percent(value: float) -> str:
 
 
 def _scores(run: RunReport, runs: Sequence[RunReport]) -> Iterator[Html]:
-    """A column for each model or file that was measured, a row for each figure."""
+    """A column for each model or file, a row for each metric."""
     if not run.scores:
         return
     yield from _heading(run, runs)
@@ -314,9 +319,9 @@ def _fillings(run: RunReport, runs: Sequence[RunReport]) -> Iterator[Html]:
         originals = _words(items[-1][1].get("originals"))
         rows: list[list[object]] = [["original", *originals]]
         for step, item in items:
-            answers = _words(item.get("answers"))[: len(originals)]
-            answers += [MISSING] * (len(originals) - len(answers))
-            rows.append([f"step {step:,}", *map(_answer, answers, originals)])
+            filled = _words(item.get("answers"))[: len(originals)]
+            filled += [MISSING] * (len(originals) - len(filled))
+            rows.append([f"step {step:,}", *map(_span, filled, originals)])
         yield element("p", shorten(text, 4 * MAX_TEXT), class_="text")
         yield table(["", *(f"blank {number}" for number in range(1, len(originals) + 1))], rows)
 
@@ -325,10 +330,10 @@ def _words(value: Any) -> list[str]:
     return [shorten(str(word), MAX_TEXT) for word in value[:20]] if isinstance(value, list) else []
 
 
-def _answer(answer: str, original: str) -> object:
-    if not answer:
+def _span(filled: str, original: str) -> object:
+    if not filled:
         return element("span", "nothing", class_="weak")
-    return element("span", answer, class_="right") if answer == original else answer
+    return element("span", filled, class_="right") if filled == original else filled
 
 
 def _events(run: RunReport, runs: Sequence[RunReport]) -> Iterator[Html]:
@@ -383,8 +388,8 @@ def _corpus_share(corpus: Mapping[str, Any]) -> str:
 
 
 def _phases(run: RunReport, runs: Sequence[RunReport]) -> Iterator[Html]:
-    for part in phase_table(run):
-        yield from [*_heading(run, runs), part]
+    for phases in phase_table(run):
+        yield from [*_heading(run, runs), phases]
 
 
 def _checkpoints(run: RunReport, runs: Sequence[RunReport]) -> Iterator[Html]:
@@ -407,7 +412,7 @@ def _checkpoints(run: RunReport, runs: Sequence[RunReport]) -> Iterator[Html]:
 def _configuration(runs: Sequence[RunReport]) -> list[Html]:
     trees, defaults = [flat(run.config) for run in runs], [flat(run.defaults) for run in runs]
     default = next(filter(None, defaults), {})
-    parts = []
+    elements = []
     rows: list[list[object]] = []
     for key in dict.fromkeys(key for tree in trees for key in tree):
         values = [tree.get(key) for tree in trees]
@@ -421,13 +426,13 @@ def _configuration(runs: Sequence[RunReport]) -> list[Html]:
                 ]
             )
     if rows:
-        parts.append(
+        elements.append(
             element("p", "Settings that differ from the defaults or between the runs.", class_="weak")
         )
-        parts.append(table(["setting", *(run.name for run in runs), "default"], rows))
+        elements.append(table(["setting", *(run.name for run in runs), "default"], rows))
     for run in runs:
         if run.config:
             text = yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True)
             title = f"Full configuration of {run.name}"
-            parts.append(element("details", element("summary", title), element("pre", text, tabindex="0")))
-    return parts
+            elements.append(element("details", element("summary", title), element("pre", text, tabindex="0")))
+    return elements

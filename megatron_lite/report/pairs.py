@@ -17,11 +17,11 @@ ALL = "all"
 
 
 def pair_figure(run: RunReport) -> Iterator[Html]:
-    """Nothing for a run whose directory has no results on minimal pairs."""
+    """A figure and a table; nothing for a run without results on minimal pairs."""
     measured = dict(list(run.minimal_pairs.items())[-MAX_MEASUREMENTS:])
     if not measured:
         return
-    # The whole comes last, as a phenomenon of all paradigms.
+    # The mean over all paradigms is the last row, as if it were a phenomenon.
     columns: dict[str, dict[str, PairFigures]] = {
         name: {**dict(sorted(scores["phenomena"].items())), ALL: scores} for name, scores in measured.items()
     }
@@ -32,18 +32,18 @@ def pair_figure(run: RunReport) -> Iterator[Html]:
     )
     group = BAR * len(columns) + GAP
     height = group * len(rows)
-    parts = [*_grid(height, published)]
+    shapes = [*_grid(height, published)]
     for number, name in enumerate(rows):
-        parts.append(
+        shapes.append(
             element("text", shorten(name, 40), x=-6, y=number * group + group / 2, text_anchor="end")
         )
         for order, (label, column) in enumerate(columns.items()):
             if name in column:
                 top = number * group + GAP / 2 + order * BAR
-                parts += _bar(column[name], top, order, f"{label}, {name}: {_percent(column[name])}")
+                shapes += _bar(column[name], top, order, f"{label}, {name}: {_percent(column[name])}")
     drawing = element(
         "svg",
-        *parts,
+        *shapes,
         class_="chart",
         role="img",
         aria_label="minimal pairs",
@@ -74,7 +74,7 @@ def _grid(height: int, published: dict[str, float]) -> Iterator[Html]:
         yield element("text", percent, x=f"{percent}%", y=height + 14, text_anchor="middle")
     for number, (model, mean) in enumerate(published.items()):
         yield element("line", x1=f"{mean}%", x2=f"{mean}%", y1=0, y2=height, class_="published")
-        # Two of the means nearly agree: labels take turns at three heights.
+        # Two of the means nearly agree, so labels alternate between three heights.
         y = height + 28 + 13 * (number % 3)
         yield element("text", model, x=f"{mean}%", y=y, text_anchor="middle")
 

@@ -1,4 +1,4 @@
-"""The table of a run's phases: how much text each reads, with which batches and rates, and the time that it took."""
+"""The table of a run's phases: tokens, corpora, batch sizes, learning rates, and the time that each took."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HEAD: list[object] = [
 
 
 def phase_table(run: RunReport) -> Iterator[Html]:
-    """Nothing for a run of one phase, or one whose settings this version does not read."""
+    """The table; nothing for a run of one phase, or for settings that this version cannot read."""
     try:
         config = build(Config, run.config)
     except UserError:
@@ -38,26 +38,26 @@ def phase_table(run: RunReport) -> Iterator[Html]:
         return
     samples = phase_plan.consumed(config.training.steps)
     try:
-        drawn = phase_plan.largest_batch, config.objective_choices, phase_plan.samples
-        reading = list(extent_if_here(config.data, config.training.seed, samples, *drawn))
+        sampling = phase_plan.largest_batch, config.objective_choices, phase_plan.samples
+        extent = list(extent_if_here(config.data, config.training.seed, samples, *sampling))
     except UserError as error:
-        reading = [str(error)]
+        extent = [str(error)]
     speed = run.records.curve("train", "tokens_per_second")
     rows: list[list[object]] = []
-    for number, of_phase in enumerate(phase_plan.configs, start=1):
+    for number, phase in enumerate(phase_plan.configs, start=1):
         first, end = phase_plan.first_steps[number - 1 : number + 1]
         trained = min(max(0, run.records.last_step - first), end - first)
-        length = of_phase.data.sequence_length
+        length = phase.data.sequence_length
         tokens = [
             (phase_plan.consumed(step) - phase_plan.consumed(first)) * length
             for step in (first + trained, end)
         ]
         sizes = sorted({phase_plan.batch_size(first), phase_plan.batch_size(end - 1)})
-        rates = dict.fromkeys(f"{step_rate(of_phase, phase_plan, step):.3g}" for step in (first + 1, end))
-        found = [point.value for point in speed.points() if first < point.step <= end] if speed else []
-        pace = statistics.mean(found) if found else 0.0
-        begin = f"phase {number} reads "
-        texts = [line.removeprefix(begin) for line in reading if line.startswith(begin)]
+        rates = dict.fromkeys(f"{step_rate(phase, phase_plan, step):.3g}" for step in (first + 1, end))
+        speeds = [point.value for point in speed.points() if first < point.step <= end] if speed else []
+        tokens_per_second = statistics.mean(speeds) if speeds else 0.0
+        prefix = f"phase {number} reads "
+        texts = [line.removeprefix(prefix) for line in extent if line.startswith(prefix)]
         rows.append(
             [
                 f"{number}: {phase_plan.phases[number - 1]}",
@@ -67,8 +67,8 @@ def phase_table(run: RunReport) -> Iterator[Html]:
                 texts[0].partition(": ")[2] if texts else "-",
                 " to ".join(f"{size:,}" for size in sizes),
                 " to ".join(rates),
-                format_count(pace) if pace else "-",
-                format_duration(tokens[0] / pace) if pace else "-",
+                format_count(tokens_per_second) if tokens_per_second else "-",
+                format_duration(tokens[0] / tokens_per_second) if tokens_per_second else "-",
             ]
         )
     yield table(HEAD, rows)

@@ -1,6 +1,6 @@
-"""Reads a run's directory for the report: configuration, records, corpora, checkpoints, losses of the unigram model.
+"""Reads the directory of a run for the report: configuration, metrics, checkpoints, scores of scripts.
 
-A missing or damaged file is no error; the report has a note about it.
+A missing or damaged file is not an error: the report has a note about it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from megatron_lite.config.tree import Config
 from megatron_lite.report.curves import Records, read_records
 from megatron_lite.runtime.run_state import MEANINGS, read_run_state
 
-MAX_CHECKPOINTS = 20  # of a run, that are looked at
-# Written by scripts/quickstart/scores.py, and by scripts/finetune.py in the directory of each seed.
-SCORES, RESULTS = "scores.json", "results.json"
-# Written by scripts/evaluate.py --minimal-pairs --json; what stands for * names the measurement.
-MINIMAL_PAIRS = "minimal_pairs*.json"
+MAX_CHECKPOINTS = 20  # of a run that are read
+SCORES = "scores.json"  # written by scripts/quickstart/scores.py
+RESULTS = "results.json"  # written by scripts/finetune.py in the directory of each seed
+MINIMAL_PAIRS = (
+    "minimal_pairs*.json"  # of scripts/evaluate.py --minimal-pairs --json; the * names the measurement
+)
 _Figures = dict[str, float | int | None]
 
 
@@ -42,22 +43,22 @@ class PairFigures(TypedDict):
 
 
 class PairScores(PairFigures):
-    """What was measured on minimal pairs. Other keys of the file are not read."""
+    """Results on minimal pairs. Other keys of the file are not read."""
 
     score: str  # how sentences were scored
     phenomena: dict[str, PairFigures]
     paradigms: dict[str, PairFigures]
 
 
-class _OfFile(TypedDict):
+class _FileResult(TypedDict):
     metrics: _Figures
 
 
 class _Results(TypedDict):
-    files: dict[str, _OfFile]
+    files: dict[str, _FileResult]
 
 
-REQUIRED = {  # settings without a default
+REQUIRED = {  # the settings without a default
     "model": ("num_layers", "hidden_size", "num_attention_heads"),
     "training": ("steps",),
 }
@@ -65,7 +66,7 @@ REQUIRED = {  # settings without a default
 
 @dataclass(frozen=True)
 class SavedStep:
-    """A checkpoint in a line."""
+    """A checkpoint, as one line of the report."""
 
     step: int
     saved_at: str
@@ -76,6 +77,8 @@ class SavedStep:
 
 @dataclass
 class RunReport:
+    """Everything that the page displays of a run."""
+
     path: Path
     name: str
     records: Records
@@ -85,20 +88,20 @@ class RunReport:
     num_checkpoints: int = 0
     state: dict[str, Any] = field(default_factory=dict)  # of the newest checkpoint
     unigram: dict[str, float] = field(default_factory=dict)
-    scores: dict[str, dict[str, float]] = field(default_factory=dict)  # what was measured -> figure -> value
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)  # model or file -> metric -> value
     minimal_pairs: dict[str, PairScores] = field(default_factory=dict)  # by measurement
     notes: list[str] = field(default_factory=list)
 
     @property
     def steps(self) -> int | None:
-        """Number of steps that the run will train in all."""
+        """Total steps of the run, from its configuration."""
         training = self.config.get("training")
         steps = training.get("steps") if isinstance(training, dict) else None
         return steps if isinstance(steps, int) else None
 
 
 def read_run(path: Path) -> RunReport:
-    """Read a run's directory. Raises CheckpointError unless it is one."""
+    """Read the directory of a run. Raises: CheckpointError if it is not one."""
     resolve_run(path)
     records = read_records(path)
     run = RunReport(path, _name(path), records, notes=list(records.notes))
@@ -114,7 +117,7 @@ def read_run(path: Path) -> RunReport:
 
 
 def _name(path: Path) -> str:
-    """The last two names of the directory: every run of the quickstart is called run."""
+    """The last two names of the directory: the last one alone is often just "run"."""
     return os.sep.join(path.absolute().parts[-2:])
 
 
@@ -122,9 +125,11 @@ def _read_config(run: RunReport) -> None:
     try:
         config = _settings(run.path / "config.yaml")
         run.config = _public(config)
-        # The run may be of another version, with other settings: defaults are made from the required ones alone.
-        sizes = {section: {key: config[section][key] for key in keys} for section, keys in REQUIRED.items()}
-        run.defaults = to_tree(build(Config, sizes))
+        # Another version may have written config.yaml, so defaults are built from the required settings only.
+        required = {
+            section: {key: config[section][key] for key in keys} for section, keys in REQUIRED.items()
+        }
+        run.defaults = to_tree(build(Config, required))
     except UserError as error:
         run.notes.append(f"Settings cannot be compared with the defaults: {error}")
     except (KeyError, TypeError):
@@ -154,7 +159,7 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def _public(tree: Any) -> Any:
-    """A tree of settings without the passwords of addresses: a page is mailed around."""
+    """A tree of settings without the passwords in URLs, because a report is sent to others."""
     if isinstance(tree, Mapping):
         return {key: _public(value) for key, value in tree.items()}
     if isinstance(tree, list):
@@ -163,9 +168,9 @@ def _public(tree: Any) -> Any:
 
 
 def _read_checkpoints(run: RunReport) -> None:
-    found = read_run_state(run.path)
-    if MEANINGS[found.condition].note:
-        run.notes.append(f"Checkpoints: {found.condition}. {found.problem}")
+    state = read_run_state(run.path)
+    if MEANINGS[state.condition].note:
+        run.notes.append(f"Checkpoints: {state.condition}. {state.problem}")
     try:
         paths = list_checkpoints(run.path / "checkpoints")
     except OSError:
@@ -187,7 +192,7 @@ def _saved_step(checkpoint: Checkpoint) -> SavedStep:
 
 
 def read_unigram(run: Path) -> dict[str, float]:
-    """The unigram model's losses, {} if they were not computed. Raises DataError for a damaged file."""
+    """Losses of the unigram model; {} if they were not computed. Raises: DataError for a damaged file."""
     path = run / "unigram.json"
     try:
         return conform(parse_json(read_bounded(path, MAX_BYTES)), dict[str, float])
@@ -200,9 +205,9 @@ def read_unigram(run: Path) -> dict[str, float]:
 
 
 def read_scores(run: Path) -> dict[str, dict[str, float]]:
-    """Scores by name: of each model in scores.json, of each of a task's files in results.json.
+    """The metrics of each model in scores.json and of each file of a task in results.json.
 
-    Raises DataError for a damaged file.
+    Raises: DataError for a damaged file.
     """
     found: dict[str, dict[str, float]] = {}
     for name in (SCORES, RESULTS):
@@ -216,7 +221,24 @@ def read_scores(run: Path) -> dict[str, dict[str, float]]:
             )
         except (ValueError, OSError) as error:
             raise DataError(f"{path} {error}; recreate it, or remove it.") from None
-        found |= {of: figures["metrics"] if name == RESULTS else figures for of, figures in tables.items()}
+        found |= {key: table["metrics"] if name == RESULTS else table for key, table in tables.items()}
+    return found
+
+
+def read_minimal_pairs(run: Path) -> dict[str, PairScores]:
+    """The results on minimal pairs in the run's directory, in the order of their names.
+
+    Raises: DataError for a damaged file.
+    """
+    found: dict[str, PairScores] = {}
+    for path in sorted(run.glob(MINIMAL_PAIRS)):
+        try:
+            measured = conform(parse_json(read_bounded(path, MAX_BYTES)), dict[str, PairScores])
+        except (ValueError, OSError) as error:
+            raise DataError(f"{path} {error}; recreate it, or remove it.") from None
+        label = path.stem.removeprefix("minimal_pairs").strip("_.-").replace("_", " ") or "minimal pairs"
+        for checkpoint, scores in measured.items():  # several with --every-step
+            found[label if len(measured) == 1 else f"{label}, {Path(checkpoint).name}"] = scores
     return found
 
 
@@ -234,21 +256,3 @@ def flat(tree: Any, path: str = "") -> dict[str, str]:
         return {path: json.dumps(tree, ensure_ascii=False, default=str)}
     except ValueError:  # a list that holds itself
         return {path: str(tree)}
-
-
-def read_minimal_pairs(run: Path) -> dict[str, PairScores]:
-    """The results on minimal pairs that lie in the run's directory, in the order of their names.
-
-    Raises DataError for a damaged file.
-    """
-    found: dict[str, PairScores] = {}
-    for path in sorted(run.glob(MINIMAL_PAIRS)):
-        try:
-            measured = conform(parse_json(read_bounded(path, MAX_BYTES)), dict[str, PairScores])
-        except (ValueError, OSError) as error:
-            raise DataError(f"{path} {error}; recreate it, or remove it.") from None
-        label = path.stem.removeprefix("minimal_pairs").strip("_.-").replace("_", " ") or "minimal pairs"
-        for checkpoint, scores in measured.items():
-            # With --every-step a file has several checkpoints.
-            found[label if len(measured) == 1 else f"{label}, {Path(checkpoint).name}"] = scores
-    return found

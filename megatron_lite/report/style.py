@@ -1,4 +1,4 @@
-"""The page's look: light and dark, narrow and wide, screen and paper. It loads nothing."""
+"""The style sheet of the page: light and dark, narrow and wide, screen and print. It loads nothing."""
 
 STYLE = """
 :root { color-scheme: light dark; --back: #ffffff; --card: #f6f7f9; --text: #1c2128; --weak: #59636e; --line: #d9dee4;

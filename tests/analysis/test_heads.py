@@ -35,7 +35,7 @@ def examples(rows=4):
 
 def loss(model, fields):
     with torch.no_grad():
-        return measures.loss_of(model, MicroBatch.from_batch(Batch(fields), CPU, model.config)).item()
+        return measures.loss_sum(model, MicroBatch.from_batch(Batch(fields), CPU, model.config)).item()
 
 
 def scaled(model, head, factor):
@@ -59,8 +59,8 @@ def test_importance_equals_differences_of_the_loss(options):
     model = model_of(**options)
     fields = prefix_batch(0, rows=4)
     found = measures.importance(model, examples())
-    assert sum(map(len, found.values())) == len(measures.heads_of(model))
-    for head in measures.heads_of(model):
+    assert sum(map(len, found.values())) == len(measures.all_heads(model))
+    for head in measures.all_heads(model):
         differences = []
         for row in fields:
             ends = []
@@ -108,7 +108,7 @@ def test_a_removed_head_is_a_gate_of_0_and_comes_back():
     given = MicroBatch.from_batch(Batch(fields), CPU, model.config)
     owners = {name: torch.zeros(len(given.tokens), dtype=torch.int64) for name in groups}
     with measures._gated(groups, gates, owners), torch.no_grad():
-        gated = measures.loss_of(model, given).item()
+        gated = measures.loss_sum(model, given).item()
     with measures.without(model, [head]):
         assert loss(model, fields) == pytest.approx(gated, rel=1e-9) != whole
     assert loss(model, fields) == whole
@@ -119,7 +119,7 @@ def test_greedy_takes_the_cheapest_head_at_every_step():
     fields = prefix_batch(0, rows=2)
     score = lambda: -loss(model, fields)  # noqa: E731
     found = measures.greedy(model, score, 3)
-    left, removed = measures.heads_of(model), []
+    left, removed = measures.all_heads(model), []
     for head, after in found:
         costs = {}
         for one in left:
@@ -128,9 +128,9 @@ def test_greedy_takes_the_cheapest_head_at_every_step():
         assert max(costs, key=costs.get) == head and costs[head] == pytest.approx(after)
         left.remove(head)
         removed.append(head)
-    each = measures.ablated(model, score, measures.heads_of(model))
+    each = measures.ablated(model, score, measures.all_heads(model))
     assert max(each, key=each.get) == found[0][0]
-    only = measures.alone(model, score, measures.heads_of(model))
+    only = measures.alone(model, score, measures.all_heads(model))
     with measures.without(model, [Head("layer 0", 0), Head("layer 0", 2)]):
         assert only[Head("layer 0", 1)] == score()
 

@@ -8,7 +8,7 @@ import torch
 
 from data_utils.tasks.base import TargetGroup, TaskSample
 from data_utils.tasks.templates.examples import document
-from megatron_lite.analysis.attention_maps import attention_statistics, weights_of
+from megatron_lite.analysis.attention_maps import attention_statistics, text_weights
 from megatron_lite.analysis.words import Text
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.init import initialize_parameters
@@ -35,8 +35,8 @@ def test_habits_by_hand():
 @pytest.mark.parametrize(
     "options", [{}, {"positions": "rotary"}, {"relative": "buckets", "positions": "none"}], ids=str
 )
-def test_weights_are_those_of_the_kernel(options):
-    """`weights_of` refuses what gives another output than the kernel; a text from left to right looks back only."""
+def test_weights_match_the_kernel(options):
+    """`text_weights` refuses what gives another output than the kernel; a text from left to right looks back only."""
     config = ModelConfig(**SIZES, **options)
     model = GLM(config)
     initialize_parameters(model.named_parameters(), config, 3)
@@ -44,6 +44,6 @@ def test_weights_are_those_of_the_kernel(options):
     example = document(tokens=tokens, ord=np.arange(9), objective=0)
     text = Text(["a"], [9], TaskSample([example], [TargetGroup(0, np.arange(9, dtype=np.int32))]), 0)
     run = SimpleNamespace(model=model.eval(), config=SimpleNamespace(model=config))
-    weights = weights_of(run, text)
+    weights = text_weights(run, text)
     assert weights.shape == (2, 3, 9, 9) and torch.allclose(weights.sum(-1), torch.ones(2, 3, 9))
     assert not weights.triu(1).any() and (weights.diagonal(dim1=-2, dim2=-1) > 0).all()

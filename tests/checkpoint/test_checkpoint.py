@@ -220,7 +220,7 @@ def test_the_files_are_safetensors(directory):
 
 
 @pytest.mark.parametrize("block", [100, 4096, 1 << 20])
-def test_checksums_of_blocks_are_those_of_the_file(tmp_path, monkeypatch, block):
+def test_checksums_of_blocks_match_the_file(tmp_path, monkeypatch, block):
     monkeypatch.setattr(tensor_files, "BLOCK_BYTES", block)
     values = torch.arange(3000.0)
     described = tensor_files.write_tensors(

@@ -59,7 +59,7 @@ TYPES = {
 }  # fmt: skip
 
 
-def test_every_kind_of_path_is_told_apart(places):
+def test_every_type_of_path_is_distinguished(places):
     assert {name: path_type(places / name) for name in TYPES} == TYPES
     assert [path.parent.name for path in best_checkpoints(places / "three")] == [
         "seed_1",

@@ -179,7 +179,7 @@ def continue_run(tmp_path, ranks, before, new_ranks, after, **sections):
     "ranks, before, new_ranks, after",
     [CONTINUED[0], *(pytest.param(*pair, marks=pytest.mark.slow) for pair in CONTINUED[1:])],
 )
-def test_training_goes_on_in_another_layout(tmp_path, unbroken, ranks, before, new_ranks, after):
+def test_training_continues_in_another_layout(tmp_path, unbroken, ranks, before, new_ranks, after):
     """As in one process without a break, within the tolerances of whole_weights.py."""
     records, weights = zip(*continue_run(tmp_path, ranks, before, new_ranks, after), strict=True)
     compare_steps(records, unbroken[0])
@@ -189,7 +189,7 @@ def test_training_goes_on_in_another_layout(tmp_path, unbroken, ranks, before, n
 DECODER = {"num_layers": 1, "decoder_layers": 2, "norm": "post", "embedding_norm": True}
 
 
-def test_training_of_encoder_and_decoder_goes_on_in_another_layout(tmp_path):
+def test_training_of_encoder_and_decoder_continues_in_another_layout(tmp_path):
     unbroken = run_ranks(train, 1, tree(model=DECODER), range(BEFORE + AFTER))[0]
     ranks = continue_run(tmp_path, 2, layout(tp=2), 2, layout(pp=2), model=DECODER)
     records, weights = zip(*ranks, strict=True)

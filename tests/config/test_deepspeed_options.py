@@ -410,7 +410,7 @@ def test_unknown_keys_are_not_hidden_in_lists_of_all_keys(tmp_path):
     assert "remove it" in message and len(message) < 600
 
 
-def test_all_that_must_change_is_told_at_once(tmp_path):
+def test_all_that_must_change_is_reported_at_once(tmp_path):
     given = {
         "zero_optimisation": {},
         "train_batch_size": 7,

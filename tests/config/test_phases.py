@@ -143,7 +143,7 @@ def test_contradictions_are_refused_in_one_line(phases, settings, words):
     assert "\n" not in str(error.value) and all(word in str(error.value) for word in words), error.value
 
 
-def test_a_plan_is_told_in_lines():
+def test_a_plan_is_reported_in_lines():
     ramp = {"start": 2, "by": 2, "samples": 12}
     phases = [{"steps": 8, "batch": {"ramp": ramp}}, {"sequence_length": 32, "weights": {"web": 1}}]
     phase_plan = config_of(phases, steps=12).phase_plan

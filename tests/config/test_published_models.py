@@ -102,7 +102,7 @@ SINGLE_STACK = sorted(
 
 
 @pytest.mark.parametrize("path", SINGLE_STACK, ids=lambda path: path.stem)
-def test_the_parameter_count_is_that_of_the_real_module(path):
+def test_the_parameter_count_matches_the_real_module(path):
     """And what --dry-run says that one rank holds."""
     import torch
 
@@ -126,7 +126,7 @@ def test_the_parameter_count_is_that_of_the_real_module(path):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_published_recipe_is_that_of_the_reference(name):
+def test_a_published_recipe_matches_the_reference(name):
     config = published(name)
     optimizer, schedule, objective = (
         config.optimizer,

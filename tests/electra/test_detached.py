@@ -84,7 +84,7 @@ def by_texts(texts, tokens, call):
     return whole
 
 
-def test_losses_and_gradients_are_those_of_a_plain_model():
+def test_losses_and_gradients_match_a_plain_model():
     """The generator's words learn from its own loss alone, and the difference to them from the discriminator's."""
     config, batch = config_of(), batch_of(3)
     torch.manual_seed(0)

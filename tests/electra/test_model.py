@@ -116,7 +116,7 @@ def in_rows(batch, config, values):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_losses_and_gradients_are_those_of_the_classes(name):
+def test_losses_and_gradients_match_the_classes(name):
     config = case_config(name)
     pair = their_pair(config)
     model = ours_like(config, pair)
@@ -157,7 +157,7 @@ def test_what_is_drawn_has_no_gradient_and_both_stacks_share_their_tables():
 
 
 @pytest.mark.slow
-def test_fifty_steps_are_those_of_the_classes():
+def test_fifty_steps_match_the_classes():
     """Under plain AdamW, each side on what our generator draws; both learn."""
     config = case_config("narrow embeddings")
     pair = their_pair(config, std=0.05)

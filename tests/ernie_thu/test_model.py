@@ -54,7 +54,7 @@ def spread(model):
 
 @pytest.mark.parametrize("few_counts", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_losses_and_gradients_are_those_of_the_reference(name, few_counts):
+def test_losses_and_gradients_match_the_reference(name, few_counts):
     config = case_config(name)
     section = config.objective_choices[0].section
     vectors = RandomVectors(section.size)
@@ -82,7 +82,7 @@ def test_losses_and_gradients_are_those_of_the_reference(name, few_counts):
             assert not parameter.grad.any() and not other.any(), n
 
 
-def test_scores_of_candidates_are_those_of_the_reference():
+def test_scores_of_candidates_match_the_reference():
     config = case_config("as published")
     vectors = RandomVectors()
     batch = batch_of(3, share=0.3)

@@ -85,7 +85,7 @@ def test_a_resumed_run_is_the_unbroken_one(tmp_path):
     check_same_run(unbroken, short(tmp_path, "resumed"))
 
 
-def test_the_answers_are_those_of_the_reference(tmp_path):
+def test_the_answers_match_the_reference(tmp_path):
     task = task_of(write_task(tmp_path, "entities", train=16), tmp_path / "out")
     config = task.config
     model = build_model(config, 60)

@@ -35,7 +35,7 @@ MODERN = ("model.block_positions=halves", "model.rms_norm=true", "model.ffn=gate
     [(), pytest.param(("model.positions=rotary", *MODERN), marks=pytest.mark.slow)],
     ids=["glm", "modern"],
 )
-def test_launches_of_blocks_are_those_of_every_batch_of_a_shape(settings):
+def test_launches_of_blocks_match_every_batch_of_a_shape(settings):
     """Numbers of the host, shapes, and memory by its place; but the seed, which is set before each replay.
 
     Angles of rotary positions are copied, before the first block, to where all blocks read them.

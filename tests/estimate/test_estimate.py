@@ -183,7 +183,7 @@ def test_training_pads_to_the_lengths_of_the_estimate(monkeypatch, has_graphs):
 
 
 @pytest.mark.parametrize("files", [PAPER, BERT])
-def test_buckets_are_those_of_the_optimizer(files):
+def test_buckets_match_the_optimizer(files):
     config = config_of(files, 64, 1, ())
     sizes = Sizes(config, 64, average_sequence(config))
     with torch.device("meta"):
@@ -199,14 +199,14 @@ def test_buckets_are_those_of_the_optimizer(files):
     assert len(found) == len(expected) > 4
 
 
-def test_collectives_of_data_parallelism_are_those_of_its_buckets():
+def test_collectives_of_data_parallelism_match_its_buckets():
     """335M on 64: seven buckets, each reduced and gathered once, and one sum of one number."""
     _, _, found = estimated("data parallel")
     assert found.collectives == {"dp": 15}
     assert found.collective_mb["dp"] == pytest.approx(6 * found.rank_parameters / 1e6, rel=0.001)
 
 
-def test_parts_of_memory_are_those_of_a_hand_calculation():
+def test_parts_of_memory_match_a_hand_calculation():
     """One rank of 64 at ZeRO 1: 2 bytes a weight, 4 a summed gradient, a 64th of 12."""
     _, _, found = estimated("data parallel")
     peak, numbers = found.peak, found.rank_parameters

@@ -24,7 +24,7 @@ from scripts import profile_step
 
 
 @pytest.mark.slow
-def test_extended_layers_are_those_of_a_whole_trace(profile_of):
+def test_extended_layers_match_a_whole_trace(profile_of):
     """Two and three layers, extended to five, against five."""
     some, every = (profile_of(f"bert of 5 layers, {kind}") for kind in ("extended", "all traced"))
     for field in dataclasses.fields(Expected):
@@ -77,7 +77,7 @@ def test_trees_extend_linearly():
     assert json.loads(json.dumps(Counts().tree()))["launches"] == 0
 
 
-def test_batches_are_those_of_the_configuration():
+def test_batches_match_the_configuration():
     config = load_config([ROOT / "configs/glm-large.yaml", ROOT / "configs/objectives/paper.yaml"])
     first, second = random_batches(config, 2)
     assert first.fields.shape == (16, 10, 568) and (first.fields != second.fields).any()
@@ -97,7 +97,7 @@ def test_collectives_cost_what_a_ring_moves():
     assert collective_micros(reduce, size, pairs, gpu) == pytest.approx(46 + 2 * 3 / 4 * size / 80e3)
 
 
-def test_peaks_are_those_of_reports():
+def test_peaks_match_reports():
     for name, gpu in GPUS.items():
         for part, peak in GPU_PEAK_TFLOPS.items():
             if part == name.split("-")[0].upper():

@@ -148,7 +148,7 @@ USUAL = [
 @pytest.mark.skipif(not without_gpu.is_available(), reason="no Triton to compile with")
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [USUAL, [*ISSUE]], ids=["usual", "all"])
-def test_instructions_are_those_of_compiled_kernels(names):
+def test_instructions_match_compiled_kernels(names):
     compiled = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, str(COUNT), *names], capture_output=True, text=True, env=compiled)
     assert done.returncode == 0, done.stderr

@@ -60,7 +60,7 @@ def assert_equal(found, expected):
 
 
 @pytest.mark.parametrize("objective", BY_HAND)
-def test_log_probabilities_are_those_of_rows_by_hand(runs, objective):
+def test_log_probabilities_match_rows_by_hand(runs, objective):
     run = runs(objective)
     pairs = [*PAIRS, ("the fox", likely_after(run, "the fox"))]
     found = Harness(run, size=2).loglikelihood(pairs)

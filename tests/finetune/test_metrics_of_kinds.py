@@ -224,7 +224,7 @@ KINDS = (
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_a_metric_of_a_kind_is_that_of_a_reference_or_refused_at_the_start(kind, monkeypatch):
+def test_a_metric_of_a_type_matches_a_reference_or_refused_at_the_start(kind, monkeypatch):
     made, given, answers, expected = kind()
     task = made.inputs.config
     writes = task.writes_text
@@ -307,7 +307,7 @@ def test_numbers_that_are_none_have_no_correlation(name, bad):
         measure([name], [1.0, bad, 2.0], [1.0, 2.0, 3.0])
 
 
-def test_answers_of_a_model_that_has_diverged_are_told(monkeypatch):
+def test_answers_of_a_model_that_has_diverged_are_reported(monkeypatch):
     made, given, *_ = classes()
 
     def answer(batch):

@@ -82,7 +82,7 @@ def pseudo(model, tokenizer, sentence, whole_words):
 @pytest.mark.parametrize(
     ("case", "score"), [("gpt2", "left-to-right"), ("bert", "words"), ("bert", "tokens")]
 )
-def test_scores_are_those_of_a_plain_loop(imported, case, score):
+def test_scores_match_a_plain_loop(imported, case, score):
     original, run = imported(case)
     tokenizer = transformers.AutoTokenizer.from_pretrained(original)
     described = json.loads((original / "config.json").read_text())
@@ -214,7 +214,7 @@ def test_lines_that_are_no_pairs_are_refused_by_number(tmp_path, text, message):
         read_minimal_pairs(tmp_path / "x.jsonl")
 
 
-def test_names_that_lack_are_those_of_the_file(tmp_path):
+def test_names_that_lack_match_the_file(tmp_path):
     (tmp_path / "island.jsonl").write_text('{"sentence_good": "a", "sentence_bad": "b"}\n')
     (pair,) = read_minimal_pairs(tmp_path)
     assert (pair.paradigm, pair.phenomenon) == ("island", "")

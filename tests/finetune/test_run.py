@@ -202,7 +202,7 @@ def with_failing_saves(context, files, output, steps, *overrides):
     return run(context, files, output, *overrides)
 
 
-def test_training_goes_on_where_the_best_checkpoint_was_not_saved(tmp_path):
+def test_training_continues_where_the_best_checkpoint_was_not_saved(tmp_path):
     files, output = write_task(tmp_path / "task"), tmp_path / "out"
     options = ["finetune.epochs=3", "training.eval_interval=4", "optimizer.lr=1e-12"]
     statuses = run_ranks(with_failing_saves, 1, files, output, (4,), *options)
@@ -276,7 +276,7 @@ def said_by_finetune(context, files, output, *overrides):
     return [message for message in found if "hardly learnt" in message]
 
 
-def test_scores_that_hardly_move_are_told_with_the_likely_causes(tmp_path):
+def test_scores_that_hardly_move_are_reported_with_the_likely_causes(tmp_path):
     """A run that stands still is told once; one that learns is told nothing."""
     files = write_task(tmp_path / "task")
     still = ["optimizer.lr=1e-12", "finetune.epochs=3", "run.log_interval=1"]

@@ -160,7 +160,7 @@ def test_heads_without_a_batch_stay_as_they_are_and_layouts_agree(files, tmp_pat
             )
 
 
-def test_a_resumed_run_repeats_the_unbroken_one_and_results_are_those_of_each_task(files, tmp_path):
+def test_a_resumed_run_repeats_the_unbroken_one_and_results_match_each_task(files, tmp_path):
     whole = learn(files, tmp_path / "whole", *STEP)
     learn(files, tmp_path / "cut", *STEP, "training.stop_after_step=4")
     assert not list((tmp_path / "cut").glob("**/results.json"))

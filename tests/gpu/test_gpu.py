@@ -68,7 +68,7 @@ def test_the_check_of_attention_works(dtype, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", parity.by_layout(gpu_checks.cases(gpus.count())))
-def test_training_is_that_of_plain_torch_on_the_cpu(visible_gpus, layout):
+def test_training_matches_plain_torch_on_the_cpu(visible_gpus, layout):
     cases = parity.by_layout(gpu_checks.cases(gpus.count()))[layout]
     assert gpu_checks.beyond(gpu_checks.outcomes_of(cases), gpu_checks.TOLERANCES) == []
 

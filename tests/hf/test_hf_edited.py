@@ -11,7 +11,8 @@ from support.edited_configs import edits
 from support.published import CASES, write_random
 
 from data_utils.common.errors import CheckpointError, UserError
-from megatron_lite.hf.importing import import_directory, open_source
+from megatron_lite.hf.glm.importing import open_glm
+from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published.source import is_published, open_published
 
 SYSTEMS = (
@@ -35,7 +36,7 @@ def directory(request, exports, tmp_path):
 
 def read(directory):
     """What an import does before it writes anything."""
-    return (open_published if is_published(directory) else open_source)(directory)
+    return (open_published if is_published(directory) else open_glm)(directory)
 
 
 def check_edits(directory, chosen):
@@ -86,8 +87,8 @@ def edit(directory, name="config.json", **changes):
         ("bert", {"num_labels": 10**9}, r"says num_labels 1000000000; it must be less than or equal to 65536"),
         ("bert", {"num_hidden_layers": 10**7}, r"num_hidden_layers is 10000000, but the tensors have \d+;"),
         ("bert", {"hidden_size": 10**9}, r"hidden_size is 1000000000, but the tensors have 48;"),
-        ("bert", {"num_attention_heads": 10**9}, r"gives model.num_attention_heads 1000000000; with these weights"),
-        ("albert", {"num_hidden_layers": 10**7}, r"gives model.num_layers 10000000; with these weights"),
+        ("bert", {"num_attention_heads": 10**9}, r"sets model.num_attention_heads to 1000000000, but these weights"),
+        ("albert", {"num_hidden_layers": 10**7}, r"sets model.num_layers to 10000000, but these weights"),
         ("gpt2", {"quantization_config": {"load_in_4bit": True}}, r"has quantization_config; quantised weights"),
         ("gpt2", {"transformers_weights": "../x.safetensors"}, r"has transformers_weights; weights under another"),
         ("glm4", {"rope_parameters": "none"}, r"says rope_parameters 'none'"),

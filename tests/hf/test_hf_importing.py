@@ -58,7 +58,7 @@ def test_an_import_continues_in_any_layout(run, vocabulary, exports, tmp_path, r
     run_ranks(load_and_check, ranks, settings, tmp_path / "back", parallel=ParallelConfig(**parallel))
 
 
-def test_training_goes_on_from_an_import(settings, tmp_path):
+def test_training_continues_from_an_import(settings, tmp_path):
     """The trainer resumes at step 0 with the imported weights; a tiny learning rate leaves them there."""
     write_run(tmp_path / "first", settings)
     export_run(tmp_path / "first", tmp_path / "export", ExportOptions(verify=False))

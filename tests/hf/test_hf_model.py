@@ -11,9 +11,9 @@ from data_utils.common.batch_fields import BLOCK_POSITION_IDS, DOC, GRP, ORD, PO
 from data_utils.common.errors import CheckpointError
 from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.config.model import BLOCK_POSITIONS
-from megatron_lite.hf.export import generation_config, glm_config
 from megatron_lite.hf.files import proof as comparison
 from megatron_lite.hf.glm import proof
+from megatron_lite.hf.glm.export import generation_config, glm_config
 from megatron_lite.hf.glm.modeling_glm import (
     GLMForBlankInfilling,
     GLMForMultipleChoice,
@@ -115,7 +115,7 @@ def test_packed_documents_go_through_a_mask_of_pairs(made):
 
 
 @torch.no_grad()
-def test_dropout_is_applied_at_the_same_places(made, monkeypatch):
+def test_dropout_is_applied_at_the_same_positions(made, monkeypatch):
     """With all elements kept, but divided by 1 - p, the models agree only if each has its place and rate."""
     ours, theirs, *_ = made
     batch = prefix_batch(6, rows=2, length=32, vocab=60, documents=1)
@@ -188,7 +188,7 @@ def new_tokens(theirs, inputs, **options):
 
 @torch.no_grad()
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_greedy_generation_is_that_of_the_training_model(made_with, use_cache):
+def test_greedy_generation_matches_the_training_model(made_with, use_cache):
     """A padded batch of texts, and then the second blank of the first text, given its first answer."""
     ours, theirs, tokenizer, fast = made_with
     inputs = fast.build_inputs_for_generation(fast(TEXTS, padding=True))
@@ -303,7 +303,7 @@ def raw_score(theirs, inputs, tokens):
 
 
 @torch.no_grad()
-def test_beam_search_scores_are_those_of_the_model(made):
+def test_beam_search_scores_match_the_model(made):
     _, theirs, _, fast = made
     inputs = fast.build_inputs_for_generation(fast(TEXTS[:1]))
     start = inputs["input_ids"].shape[1]
@@ -373,7 +373,7 @@ def test_the_encoder_does_not_see_padding(made):
     assert len(together.hidden_states) == 3
 
 
-def test_the_loss_is_that_of_the_labels(made):
+def test_the_loss_matches_the_labels(made):
     _, theirs, _, fast = made
     inputs = fast.build_inputs_for_training(fast(TEXTS[:2], padding=True), [["word5 word6", "word7"], ["."]])
     out = theirs(**inputs)

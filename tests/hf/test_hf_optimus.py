@@ -77,7 +77,7 @@ def test_tokenizers_of_the_export_give_the_ids_of_the_run(exported):
 
 
 @torch.no_grad()
-def test_likelihoods_are_those_of_the_run(exported):
+def test_likelihoods_match_the_run(exported):
     """The whole way of a sentence, with transformers alone."""
     run, _, export = exported
     ours = open_latent(run, device=torch.device("cpu"))

@@ -120,7 +120,7 @@ def test_free_text_is_taken_of_a_task_only(directory):
     assert {name for name in free if may_decide(name)} == FREE_TEXT
 
 
-def test_nothing_of_a_strangers_machine_reaches_the_run(exports, tmp_path, caplog):
+def test_nothing_of_a_foreign_machine_reaches_the_run(exports, tmp_path, caplog):
     """The whole import, with all that former versions wrote."""
     honest, strange = (
         shutil.copytree(exports / "huggingface", tmp_path / name) for name in ("honest", "strange")
@@ -164,7 +164,7 @@ def test_nothing_of_a_strangers_machine_reaches_the_run(exports, tmp_path, caplo
             {"model": {"num_attention_heads": 2}},
             "num_attention_heads is 4 in config.json and 2 in training.json",
         ),
-        ({"model": {"adapter_size": 10**12}}, "gives model.adapter_size 1000000000000; with these weights"),
+        ({"model": {"adapter_size": 10**12}}, "sets model.adapter_size to 1000000000000, but these weights"),
     ],
 )
 def test_the_rest_is_refused_in_one_line(exports, tmp_path, section, message):

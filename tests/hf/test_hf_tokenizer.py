@@ -40,7 +40,7 @@ def exported(tokenizer_files, tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_ids_are_those_of_training(exported, case):
+def test_ids_match_training(exported, case):
     tokenizer, _, directory = exported[case]
     prove_tokenizer(tokenizer, directory)
 
@@ -65,7 +65,7 @@ def test_any_text_with_blanks_gives_the_ids_of_training(exported, case, text):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_can_go_on_with_the_original_files(exported, case):
+def test_a_run_can_continue_with_the_original_files(exported, case):
     tokenizer, _, directory = exported[case]
     section = training_tokenizer(tokenizer.config, directory / "training_tokenizer")
     assert load_tokenizer(TokenizerConfig(**section)).fingerprint == tokenizer.fingerprint

@@ -12,9 +12,10 @@ from support.published import random_model
 from transformers import GenerationConfig, PreTrainedModel
 
 from data_utils.common.errors import CheckpointError
-from megatron_lite.hf import export, importing
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.files import proof
+from megatron_lite.hf.glm import export as glm_export
+from megatron_lite.hf.glm import importing as glm_importing
 from megatron_lite.hf.glm.modeling_glm import GLMModel
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published import runs as published_runs
@@ -65,7 +66,7 @@ def peak(monkeypatch):
 
         return loaded
 
-    for module in (export, importing, published_runs):
+    for module in (proof, glm_importing, published_runs):
         monkeypatch.setattr(module, "load_model", counted(module.load_model))
     monkeypatch.setattr(optimus, "latent_run", counted(optimus.latent_run))
     load = PreTrainedModel.from_pretrained.__func__
@@ -164,15 +165,15 @@ def test_default_positions_that_are_off_by_one_are_found(run, tmp_path, monkeypa
     def shifted(self, *arguments):
         return original(self, *arguments) + 1
 
-    original = GLMModel._positions_of_part_a
-    monkeypatch.setattr(GLMModel, "_positions_of_part_a", shifted)
+    original = GLMModel._default_positions
+    monkeypatch.setattr(GLMModel, "_default_positions", shifted)
     with pytest.raises(CheckpointError, match=r"\(default inputs\) does not compute"):
         export_run(run, tmp_path / "export", ExportOptions())
 
 
 def test_a_generation_config_that_writes_other_spans_is_found(run, tmp_path, monkeypatch):
     ours = GenerationConfig(eos_token_id=[0], suppress_tokens=list(range(0, 70, 2)), max_new_tokens=4)
-    monkeypatch.setattr(export, "generation_config", lambda special: ours)
+    monkeypatch.setattr(glm_export, "generation_config", lambda special: ours)
     with pytest.raises(CheckpointError, match=r"\(pipeline\) does not compute"):
         export_run(run, tmp_path / "export", ExportOptions())
     assert not (tmp_path / "export").exists()

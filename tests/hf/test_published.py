@@ -60,7 +60,7 @@ def both(request, tmp_path_factory):
     return theirs, source, loaded(source)
 
 
-def test_logits_and_gradients_are_those_of_the_class(both):
+def test_logits_and_gradients_match_the_class(both):
     theirs, source, model = both
     config = model.config
     batch = proof_batch(config)
@@ -228,7 +228,7 @@ def test_rows_that_no_memory_serves_are_refused(tmp_path):
     write_random("xlnet", tmp_path)
     model = loaded(open_published(tmp_path))
     packed = collate(make("xlnet", 40), windows(2, 40, seed=1))
-    with pytest.raises(ValueError, match="one text in each row"):
+    with pytest.raises(ValueError, match="one text in each sequence"):
         read_segment(model, packed)
     other = GLM(
         build(ModelConfig, {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "vocab_size": 9})

@@ -102,7 +102,7 @@ def largest_difference(source, grads, theirs):
     return float(max(differences))
 
 
-def test_loss_and_gradients_are_those_of_the_class(classes):
+def test_loss_and_gradients_match_the_class(classes):
     theirs, source = classes
     fields = rows(theirs.config.vocab_size)
     assert fields.shape[1] == len(FIELDS) and (fields[:, DOC] == PADDING_DOC).any()

@@ -214,7 +214,7 @@ def test_a_name_of_two_labels_is_refused_before_a_run_of_it_exists(tmp_path):
     assert "config.json" in message and "'yes' to more than one of 3 labels" in message
 
 
-def test_all_that_stands_against_an_import_is_told_at_once(tmp_path):
+def test_all_that_stands_against_an_import_is_reported_at_once(tmp_path):
     write("bert", tmp_path / "theirs")
     edit(tmp_path / "theirs", hidden_act="tanh", is_decoder=True, position_embedding_type="relative_key")
     rewrite(

@@ -56,7 +56,7 @@ def ours(context, run, batches):
         ),
     ],
 )
-def test_losses_are_those_of_the_class(case, ranks, tmp_path):
+def test_losses_match_the_class(case, ranks, tmp_path):
     write_directory(case, tmp_path / "original")
     import_directory(tmp_path / "original", tmp_path / "run", TREE | CASES[case], verify=False)
     batches = batches_of(tmp_path / "run")

@@ -38,7 +38,7 @@ def written(run, text, length, at_least):
 
 
 @pytest.mark.parametrize("objective", WRITERS)
-def test_answers_are_those_of_the_model_without_a_cache(runs, objective):
+def test_answers_match_the_model_without_a_cache(runs, objective):
     run = runs[objective]
     decoder = make_decoder(run, GenerationConfig(max_length=6, min_length=3))
     found = decoder.generate([decoder.context(text) for text in TEXTS])

@@ -39,7 +39,7 @@ def filled(settings, monkeypatch, caplog):
     return fill
 
 
-def test_blanks_that_are_filled_alike_are_told_once(filled):
+def test_blanks_that_are_filled_alike_are_reported_once(filled):
     for tokens in (ALIKE, ALIKE, VARIED, *[ALIKE] * (IN_A_ROW - 1)):
         assert filled(tokens) == []
     (message,) = filled(ALIKE)

@@ -110,7 +110,7 @@ def test_counts_of_the_steps():
 
 @pytest.mark.parametrize("guidance", [0.0, 1.5])
 @pytest.mark.parametrize(("steps", "block"), [(12, 12), (4, 12), (6, 4), (3, 4), (12, 2), (5, 12)])
-def test_greedy_answers_are_those_of_the_source(model, config, steps, block, guidance):
+def test_greedy_answers_match_the_source(model, config, steps, block, guidance):
     settings = {"unmask_steps": steps, "unmask_block": block, "guidance": guidance}
     (found,) = decoder(model, config, **settings).generate([TEXT])
     assert found == by_the_source(model, 12, steps, block, guidance)
@@ -134,7 +134,7 @@ def test_drawn_answers_follow_from_the_seed(model, config):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_drawn_answers_are_those_of_the_source(model, config, seed):
+def test_drawn_answers_match_the_source(model, config, seed):
     """Under much noise, by which other tokens are chosen than the likeliest, but not the place that is fixed."""
     settings = {"strategy": "sample", "temperature": 3.0, "unmask_steps": 6, "unmask_block": 6, "seed": seed}
     generator = decoder(model, config, **settings)._generator()
@@ -159,16 +159,16 @@ def test_answers_are_the_same_alone_and_end_before_their_end(model, config):
 def test_a_replay_shows_each_token_among_all_others(model, config):
     made = decoder(model, config, max_length=6)
     ((found,),) = made.hypotheses([TEXT])[0]
-    watch = AttentionProbe(SINGLE_STACK, 0)
-    replay = made.replay(TEXT, [found], watch)
+    probe = AttentionProbe(SINGLE_STACK, 0)
+    replay = made.replay(TEXT, [found], probe)
     written = [*found.tokens, *[EOS] * found.ended]
     for place in range(len(written)):
         hidden = [*TEXT, *written]
         hidden[len(TEXT) + place] = MASK
         expected = logits_of(model, hidden)[len(TEXT) + place]
         assert torch.allclose(replay.logits[0][place].double(), expected, atol=1e-4)
-    assert replay.shown[SINGLE_STACK][1] == [*TEXT, *written]
-    assert watch.rows(len(TEXT) + len(written)).shape[1:] == (len(TEXT) + len(written),) * 2
+    assert replay.tokens[SINGLE_STACK][1] == [*TEXT, *written]
+    assert probe.matrix(len(TEXT) + len(written)).shape[1:] == (len(TEXT) + len(written),) * 2
 
 
 def test_settings_of_other_ways_are_refused(model, config):

@@ -202,7 +202,7 @@ def test_half_precision_stays_close_to_fp64(recipe, kernel):
 
 
 @EACH
-def test_dropout_of_weights_is_that_of_the_formula(recipe):
+def test_dropout_of_weights_matches_the_formula(recipe):
     """The calls of the CPU and the dense plan drop the same weights, as softmax over the rule written out does."""
     arrays = recipe_arrays(recipe, 60, 3, 3)
     *qkv, grad = draw((*arrays[0].shape, 2, 8))

@@ -154,7 +154,7 @@ def check_visible_keys(doc, order, grp):
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_views_are_those_of_the_rule(recipe):
+def test_views_match_the_rule(recipe):
     batch = collate(make(recipe.name, 60, **recipe.config), windows(4, 60, 1))
     pairs = check_visible_keys(*(batch[:, field] for field in (DOC, ORD, GRP)))
     assert Batch(batch).visible_keys == pairs > 0

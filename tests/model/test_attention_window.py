@@ -142,7 +142,7 @@ def test_the_dense_plan_of_local_layers_equals_softmax_over_the_rule(recipe):
 
 
 @EACH
-def test_dropout_of_local_layers_is_that_of_the_formula(recipe):
+def test_dropout_of_local_layers_matches_the_formula(recipe):
     """The calls of the CPU and the dense plan drop the same weights."""
     arrays = local_arrays(recipe, 60, 2, 3)
     *qkv, _ = draw((*arrays[0].shape, 2, 8))

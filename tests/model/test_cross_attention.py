@@ -151,7 +151,7 @@ def test_long_documents_equal_the_rule(name):
 
 @EACH
 @pytest.mark.parametrize("kernel", ["cpu", "dense"])
-def test_dropout_of_weights_is_that_of_the_formula(name, kernel):
+def test_dropout_of_weights_matches_the_formula(name, kernel):
     arrays = arrays_of(name)
     multiple = 32 if kernel == "cpu" else 1
     assert_equals_the_rule(

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(("buckets", "positions"), [(256, 512), (32, 64), (0, 30), (8, 160), (4, 4)])
-def test_buckets_are_those_of_the_class_of_transformers(buckets, positions):
+def test_buckets_match_the_class_of_transformers(buckets, positions):
     """Also of distances beyond all that the line has."""
     distance = torch.arange(-5 * positions, 5 * positions + 1)
     theirs = make_log_bucket_position(distance, buckets, positions).long() if buckets else distance

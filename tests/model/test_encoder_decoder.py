@@ -365,7 +365,7 @@ def bart_pairs(config):
 
 
 @pytest.mark.parametrize("scale", [False, True])
-def test_bart_and_mass_arithmetic_is_that_of_transformers(scale):
+def test_bart_and_mass_arithmetic_matches_transformers(scale):
     """MASS is BART with scaled embeddings."""
     from transformers import BartConfig, BartForConditionalGeneration
 
@@ -410,7 +410,7 @@ def t5_pairs(config):
     return found
 
 
-def test_t5_arithmetic_without_distances_is_that_of_transformers():
+def test_t5_arithmetic_without_distances_matches_transformers():
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = small(T5, layernorm_epsilon=1e-6)

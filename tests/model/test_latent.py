@@ -17,7 +17,7 @@ def posterior():
     return mu, logvar
 
 
-def test_divergence_and_gradient_are_those_of_torch(posterior):
+def test_divergence_and_gradient_match_torch(posterior):
     mu, logvar = posterior
     weights = torch.rand(mu.shape, generator=torch.Generator().manual_seed(2))
     found = torch.autograd.grad((gaussian_kl(mu, logvar) * weights).sum(), posterior)

@@ -222,7 +222,7 @@ def test_packed_padded_and_filled_sentences_are_those_alone():
 # The loss
 
 
-def test_the_loss_is_that_of_the_formula():
+def test_the_loss_matches_the_formula():
     config, model = built(optimus={"free_bits": 0.02, "beta": 0.7, "init_std": 0.02})
     model.beta = 0.3
     fields = sentence_fields(random_sentences(8, 2, 2))

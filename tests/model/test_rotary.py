@@ -123,7 +123,7 @@ def test_no_function_of_a_whole_block_leaves_something_out(options):
     assert fusible == [True, False]
 
 
-def test_shared_keys_are_those_of_a_model_that_repeats_their_weights():
+def test_shared_keys_match_a_model_that_repeats_their_weights():
     grouped = GLM(dataclasses.replace(CONFIG, num_key_value_heads=2, init_std=0.3))
     initialize_parameters(grouped.named_parameters(), grouped.config, 1)
     whole = GLM(CONFIG)

@@ -17,7 +17,7 @@ from megatron_lite.model.batch import Batch
 from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.loss import LossTerms, cross_entropy
 from megatron_lite.model.micro_batch import MicroBatch
-from megatron_lite.model.predictions import row_scores
+from megatron_lite.model.predictions import token_scores
 from megatron_lite.model.transformer import GLM
 
 CPU = torch.device("cpu")
@@ -139,7 +139,7 @@ def test_rows_that_fill_change_nothing(head, pool):
         batch = MicroBatch.from_batch(task_batch(head, range(5)), CPU, model.config, few_counts=few_counts)
         loss, _ = model(batch)
         grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
-        answers, likeliest = model(batch, answers=True)
+        answers, likeliest = model(batch, predict=True)
         results.append((len(batch.extra_inputs.positions), loss, grads, answers, likeliest))
     (rows, loss, grads, answers, likeliest), filled = results
     assert filled[0] % 16 == 0 and filled[0] > rows
@@ -164,7 +164,7 @@ def test_scores_of_parts_are_log_probabilities():
     """Not divided; the flag says whether each target is the likeliest token."""
     model = make_model("choices")
     batch = task_batch("choices", range(4))
-    scores, likeliest = model(MicroBatch.from_batch(batch, CPU, model.config), answers=True)
+    scores, likeliest = model(MicroBatch.from_batch(batch, CPU, model.config), predict=True)
     expected, flags = [], []
     for number in range(4):
         made = sample("choices", number)
@@ -178,8 +178,8 @@ def test_scores_of_parts_are_log_probabilities():
     assert likeliest.tolist() == flags
     logits = model.heads.vocabulary_logits(torch.randn(6, 32), model.embedding.word_embeddings)
     best = logits[:, :VOCAB].argmax(-1)
-    assert row_scores(logits, best, model.embedding.word_embeddings)[1].all()
-    assert not row_scores(logits, (best + 1) % VOCAB, model.embedding.word_embeddings)[1].any()
+    assert token_scores(logits, best, model.embedding.word_embeddings)[1].all()
+    assert not token_scores(logits, (best + 1) % VOCAB, model.embedding.word_embeddings)[1].any()
 
 
 @pytest.mark.parametrize("smoothing", [0.1, 0.5])
@@ -232,7 +232,7 @@ def train(context, head, parallel, pooled):
         result = engine.train_step(mine, 0.01)
         sums = context.sum_losses(result.objective_sums)
         records.append((sums[-1].tolist(), result.grad_norm))
-    return records, engine.answers(task_batch(head, range(100, 103)))[0]
+    return records, engine.predict(task_batch(head, range(100, 103)))[0]
 
 
 LAYOUTS = [

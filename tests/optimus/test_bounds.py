@@ -158,7 +158,7 @@ def test_weights_that_only_logarithms_hold_are_summed():
     assert measured.bound > -measured.negative_elbo
 
 
-def test_noise_is_normal_and_a_function_of_its_place():
+def test_noise_is_normal_and_a_function_of_its_position():
     noise = normals(5, "posterior", range(400), 0, 50, 7)
     assert torch.equal(normals(5, "posterior", range(3, 5), 20, 10, 7), noise[3:5, 20:30])
     assert not torch.equal(normals(5, "prior", range(3, 5), 20, 10, 7), noise[3:5, 20:30])

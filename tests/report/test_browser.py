@@ -74,28 +74,18 @@ def test_texts_of_a_run_do_nothing(browser, report):
 def test_the_page_itself_forbids_requests_and_scripts(browser, report):
     """Whatever markup got in, the policy of the page would keep it from the network and from running."""
     browser.open(report, 800)
-    refused = browser.value("""new Promise(done => {
-        const refused = [];
-        document.addEventListener('securitypolicyviolation', event => {
-            refused.push(event.effectiveDirective);
-            if (refused.length == 4) done(refused.sort());
-        });
-        const script = document.createElement('script');
-        script.textContent = "document.title = 'taken'";
-        const style = document.createElement('style');
-        style.textContent = 'body { display: none }';
-        const image = new Image();
-        image.src = 'http://127.0.0.1:9/x';
-        document.body.append(script, style, image);
-        fetch('http://127.0.0.1:9/').catch(() => 0);
-    })""")
-    assert refused == ["connect-src", "img-src", "script-src-elem", "style-src-elem"]
+    directives = ["connect-src", "frame-src", "img-src", "script-src-elem", "style-src-elem"]
+    assert browser.policy_violations() == directives
     assert browser.value("document.title") != "taken"
     asked = {event["requestId"]: event["request"]["url"] for event in browser.of("Network.requestWillBeSent")}
     blocked = {
-        event["requestId"] for event in browser.of("Network.loadingFailed") if event["blockedReason"] == "csp"
+        event["requestId"]
+        for event in browser.of("Network.loadingFailed")
+        if event.get("blockedReason") == "csp"
     }
-    assert {url for number, url in asked.items() if number not in blocked} == {report.as_uri()}
+    sent = {url for number, url in asked.items() if number not in blocked}
+    # The browser shows its own error page, with pictures in data: addresses, in the refused frame.
+    assert {url for url in sent if not url.startswith("data:")} == {report.as_uri()}
 
 
 def test_the_page_prints(browser, report):

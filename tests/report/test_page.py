@@ -257,7 +257,7 @@ def test_a_rewound_run_is_at_its_step(real_run, tmp_path, capsys):
     capsys.readouterr()
 
 
-def test_the_share_is_that_of_its_curve(tmp_path):
+def test_the_share_matches_its_curve(tmp_path):
     """The machine's rate is measured again during the run, so shares of the last one would be others."""
     records = [
         train(1, tflops_per_device=0.1, machine_share=0.4, machine_tflops=0.25),

@@ -62,7 +62,7 @@ def test_list_and_verify_good_checkpoints(directory, run):
         assert last[2:] == ["0.2", "MB", "tp1", "pp1", "dp1", "zero2", "12,345", "good"]
 
 
-def test_damage_is_told_apart_from_a_wrong_command(directory, run, tmp_path):
+def test_damage_is_distinguished_from_a_wrong_command(directory, run, tmp_path):
     file = directory / "checkpoints/step_00000010/rank_00000.safetensors"
     content = bytearray(file.read_bytes())
     content[5000] ^= 1
@@ -103,7 +103,7 @@ DECAYS = {"linear": lambda x: 1 - x, "1-sqrt": lambda x: 1 - x**0.5}
 
 @pytest.mark.parametrize("steps", [(0, 10), (10, 20, 30), (100, 130, 190, 200, 1000), (7, 8, 9, 10, 11, 12)])
 @pytest.mark.parametrize("name", DECAYS)
-def test_shares_are_those_of_a_decay(name, steps):
+def test_shares_match_a_decay(name, steps):
     """The model moves by a known amount at each step; with the decay's factor on every one of 10^5 small updates it
     ends where the mean of the checkpoints is."""
     generator = np.random.default_rng(1)
@@ -143,7 +143,7 @@ def test_a_merge_into_a_directory_of_checkpoints_is_refused(directory, run):
 
 
 @pytest.mark.parametrize("command", ["list", "verify"])
-def test_a_file_in_place_of_a_run_is_not_to_be_moved_away(directory, run, command):
+def test_a_file_instead_of_a_run_is_not_to_be_moved_away(directory, run, command):
     status, out, err = run(command, directory / "checkpoints/step_00000010/manifest.json")
     assert (status, out) == (2, "") and "is not a directory; give the directory of a run" in err
 

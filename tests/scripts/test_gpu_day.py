@@ -137,7 +137,7 @@ def test_the_steps_take_ten_minutes_and_name_what_exists(gpus):
     assert layouts.least_gpus == 2 and (gpus < 2 or set(sizes) == {gpus})
 
 
-def test_on_other_machines_formulas_take_the_place_of_the_trace(monkeypatch):
+def test_on_other_machines_formulas_replace_the_trace(monkeypatch):
     """An aarch64 host, whose GPU is known by its name."""
     monkeypatch.setattr(gpu_day.platform, "machine", lambda: "aarch64")
     name = gpus.named_by_device("NVIDIA GH200 480GB", 94.5)

@@ -58,7 +58,7 @@ def test_roles_targets_and_labels(monkeypatch, capsys):
     assert "query" in run(monkeypatch, capsys, "--objective", "xlnet", "--text", TEXT)
 
 
-def test_the_masks_are_those_of_the_rule():
+def test_the_masks_match_the_rule():
     row = make("unilmv2", 40).example(text_of(30), 1)
     seen, by_group = inspect_batch.masks(row)
     assert (seen == allowed(row.doc, row.ord, row.grp)).all()

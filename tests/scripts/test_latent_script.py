@@ -194,7 +194,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("kind", MISTAKES)
-def test_mistakes_are_told(run, model, tmp_path, kind):
+def test_mistakes_are_reported(run, model, tmp_path, kind):
     arguments, message = MISTAKES[kind]
     write_sentences(tmp_path / "in.txt", model, 8)
     (tmp_path / "labels.txt").write_text("low\nhigh\n" * 4)

@@ -25,7 +25,7 @@ def test_the_table_has_the_best_possible_scores() -> None:
     ]
 
 
-def test_training_that_fails_is_told_with_its_last_lines(tmp_path) -> None:
+def test_training_that_fails_is_reported_with_its_last_lines(tmp_path) -> None:
     with pytest.raises(DataError, match=r"ended with status 2: error: .*absent") as caught:
         tasks._tuned(tmp_path / "out", ["--task", tasks.VOTES, "--checkpoint", tmp_path / "absent"])
     assert "Traceback" not in str(caught.value)

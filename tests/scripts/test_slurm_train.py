@@ -66,7 +66,7 @@ def test_nodes_with_several_numbers_of_ranks_are_refused(start):
     )
 
 
-def test_gpus_without_a_rank_are_told(start):
+def test_gpus_without_a_rank_are_reported(start):
     done, _ = start(LAUNCHER="torchrun", SLURM_TASKS_PER_NODE="1(x2)", SLURM_GPUS_ON_NODE="8")
     assert done.returncode == 0 and "a node has 8 GPUs and 1 rank(s)" in done.stderr
 

@@ -221,7 +221,7 @@ def test_memory_that_runs_out_is_one_error(corpus, tmp_path, monkeypatch, kind):
 
 
 @pytest.mark.parametrize("kind", ["byte_bpe", "wordpiece"])
-def test_a_vocabulary_smaller_than_asked_for_is_told(kind, tmp_path, capsys):
+def test_a_vocabulary_smaller_than_asked_for_is_reported(kind, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("hello world again world")
     args = ["--kind", kind, "--input", str(tmp_path / "a.txt"), "--vocab-size", "32000", "--output"]
     main([*args, str(tmp_path / "out")])

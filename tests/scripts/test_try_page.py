@@ -4,13 +4,13 @@ import os
 
 import pytest
 from support import chromium
-from support.trials import address, generated, made_run, served
+from support.demos import address, generated, made_run, served
 from support.waiting import wait_until
 
 from data_utils.common.errors import DataError
+from megatron_lite.inference.demo import Demo
 from megatron_lite.inference.open_run import open_run
 from megatron_lite.inference.server import MOST_BYTES
-from megatron_lite.inference.trial import Trial
 
 HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
 
@@ -21,13 +21,13 @@ def run(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def trial(run):
-    return Trial(open_run(run))
+def demo(run):
+    return Demo(open_run(run))
 
 
 @pytest.fixture(scope="module")
-def server(trial):
-    with served(trial) as server:
+def server(demo):
+    with served(demo) as server:
         yield server
 
 
@@ -66,10 +66,13 @@ def write(browser, text):
     tab_to(browser, "text")
     browser.value("document.activeElement.select()")
     browser.ask("Input.insertText", text=text)
-    before = browser.value("asked")
+    before = browser.value("completionRequests")
     press(browser, "Enter", "\r")
     wait_until(
-        lambda: browser.value("asked") > before and browser.value("!at('send').hasAttribute('aria-busy')")
+        lambda: (
+            browser.value("completionRequests") > before
+            and browser.value("!at('send').hasAttribute('aria-busy')")
+        )
     )
 
 
@@ -80,27 +83,27 @@ def texts(browser, selector):
 def assert_asked_nobody_else(browser, server):
     """No request but to the server, no error, nothing in the console."""
     asked = {event["request"]["url"] for event in browser.of("Network.requestWillBeSent")}
-    own = {f"{address(server)}/{path}" for path in ("", "about", "answer", "attention")} | {"data:,"}
+    own = {f"{address(server)}/{path}" for path in ("", "about", "complete", "attention")} | {"data:,"}
     assert asked and asked <= own
     for kind in ("Runtime.consoleAPICalled", "Runtime.exceptionThrown"):
         assert browser.of(kind) == []
 
 
-def shown(trial, row, **asked):
+def shown(demo, row, **asked):
     """The words that tell a row of attention: the first one, and how much it takes."""
-    found = trial.attention(**asked)
+    found = demo.attention(**asked)
     weights = found["weights"][row]
     most = max(range(len(weights)), key=weights.__getitem__)
     share = 100 * weights[most]
     return (
-        f"looks at {found['keys'][most]} {share:.0f} %"
+        f"attends to {found['keys'][most]} {share:.0f} %"
         if share >= 9.95
-        else f"looks at {found['keys'][most]} {share:.1f} %"
+        else f"attends to {found['keys'][most]} {share:.1f} %"
     )
 
 
-def test_a_sentence_is_answered_by_keyboard_alone(browser, server, trial, run, monkeypatch, capsys):
-    """As scripts/generate.py answers it; then token by token, layer by layer."""
+def test_a_sentence_is_completed_by_keyboard_alone(browser, server, demo, run, monkeypatch, capsys):
+    """As scripts/generate.py fills it; then token by token, layer by layer."""
     open_page(browser, server)
     text = "word1 [MASK] word2 , word3 [MASK] ."
     write(browser, text)
@@ -111,12 +114,12 @@ def test_a_sentence_is_answered_by_keyboard_alone(browser, server, trial, run, m
     listed = texts(browser, "#blanks > .two > table tbody tr")
     assert len(listed) == 8 and listed[0].startswith(expected["spans"][0]) and listed[0].endswith(" %")
     wait_until(lambda: browser.value("at('looks').textContent") != "")
-    number = browser.value("answer.answer")
-    found = trial.attention(number, "encoder", 1, None)
+    number = browser.value("completion.completion")
+    found = demo.attention(number, "encoder", 1, None)
     rows = [row for row, query in enumerate(found["queries"]) if query["predicts"]]
 
     def told(row, **asked):
-        words = shown(trial, row, answer=number, part="encoder", **asked)
+        words = shown(demo, row, completion=number, stack="encoder", **asked)
         wait_until(lambda: words in browser.value("at('looks').textContent"), 20, words)
         assert browser.value("at('query').value") == str(row)
 
@@ -125,7 +128,7 @@ def test_a_sentence_is_answered_by_keyboard_alone(browser, server, trial, run, m
     while not browser.value("document.activeElement.type === 'radio'"):
         press(browser, "Tab")
     press(browser, "ArrowRight")
-    assert browser.value("document.querySelectorAll('.others:not([hidden]) tbody tr').length") == 5
+    assert browser.value("document.querySelectorAll('.alternatives:not([hidden]) tbody tr').length") == 5
     told(rows[1], layer=1, head=None)
     tab_to(browser, "layer")
     press(browser, "ArrowUp")
@@ -137,7 +140,7 @@ def test_a_sentence_is_answered_by_keyboard_alone(browser, server, trial, run, m
     press(browser, "Home")
     told(0, layer=0, head=0)
     count = browser.value("document.querySelectorAll('#picture rect:not(.row, .line)').length")
-    weights = trial.attention(number, "encoder", 0, 0)["weights"]
+    weights = demo.attention(number, "encoder", 0, 0)["weights"]
     assert count == sum(weight >= 0.004 for row in weights for weight in row)
     assert_asked_nobody_else(browser, server)
     assert browser.of("Log.entryAdded") == []
@@ -156,11 +159,14 @@ def test_a_mistake_is_one_line_in_the_page(browser, server):
     browser.value("at('set-max_length').value = 3")
     write(browser, "word1 " * 40 + "[MASK]" + " word1" * MOST_BYTES)
     assert "bytes, more than 65,536; shorten the text." in browser.value("at('error').textContent")
-    before = browser.value("asked")
+    before = browser.value("completionRequests")
     browser.value("at('text').value = 'a'.repeat(12e6)")
     press(browser, "Enter", "\r")
     wait_until(
-        lambda: browser.value("asked") > before and browser.value("!at('send').hasAttribute('aria-busy')")
+        lambda: (
+            browser.value("completionRequests") > before
+            and browser.value("!at('send').hasAttribute('aria-busy')")
+        )
     )
     assert browser.value("at('error').textContent").startswith("the request has 12,000,")
     write(browser, "word1 [MASK]")
@@ -169,11 +175,11 @@ def test_a_mistake_is_one_line_in_the_page(browser, server):
 
 def test_hostile_text_stays_text(browser, tmp_path):
     """A run that writes on a text shows the text as it was typed."""
-    with served(Trial(open_run(made_run(tmp_path, "causal")))) as server:
+    with served(Demo(open_run(made_run(tmp_path, "causal")))) as server:
         open_page(browser, server)
         write(browser, HOSTILE)
         assert browser.value("at('filled').textContent").startswith(HOSTILE)
-        assert texts(browser, "#part option") == ["encoder: the text reads itself"]
+        assert texts(browser, "#stack option") == ["encoder: the text attends to itself"]
         assert_harmless(browser, server)
 
 
@@ -186,22 +192,22 @@ def assert_harmless(browser, server):
     assert_asked_nobody_else(browser, server)
 
 
-class HostileTrial:
+class HostileDemo:
     """Every text that the page gets from its server tries to become markup."""
 
-    def __init__(self, trial):
-        self.trial = trial
+    def __init__(self, demo):
+        self.demo = demo
 
     def about(self):
-        return self._hostile(self.trial.about())
+        return self._hostile(self.demo.about())
 
-    def answer(self, text, settings):
+    def complete(self, text, settings):
         if text == "refused":
             raise DataError(HOSTILE)
-        return self._hostile(self.trial.answer("word1 [MASK]", {}))
+        return self._hostile(self.demo.complete("word1 [MASK]", {}))
 
     def attention(self, **asked):
-        return self._hostile(self.trial.attention(**asked))
+        return self._hostile(self.demo.attention(**asked))
 
     def _hostile(self, found, key=""):
         if isinstance(found, dict):
@@ -210,13 +216,13 @@ class HostileTrial:
             return [self._hostile(value, key) for value in found]
         return (
             HOSTILE
-            if isinstance(found, str) and key not in ("name", "kind", "only_for", "choices", "value")
+            if isinstance(found, str) and key not in ("name", "type", "only_for", "choices", "value")
             else found
         )
 
 
-def test_hostile_words_of_a_model_stay_text(browser, trial):
-    with served(HostileTrial(trial)) as server:
+def test_hostile_words_of_a_model_stay_text(browser, demo):
+    with served(HostileDemo(demo)) as server:
         open_page(browser, server)
         write(browser, "word1 [MASK]")
         wait_until(lambda: browser.value("at('looks').textContent") != "")
@@ -236,24 +242,8 @@ def test_hostile_words_of_a_model_stay_text(browser, trial):
 def test_the_policy_forbids_other_scripts_and_hosts(browser, server):
     """Whatever markup got in, it could neither run nor tell anyone."""
     open_page(browser, server)
-    refused = browser.value("""new Promise(done => {
-        const refused = [];
-        document.addEventListener('securitypolicyviolation', event => {
-            refused.push(event.effectiveDirective);
-            if (refused.length == 5) done(refused.sort());
-        });
-        const script = document.createElement('script');
-        script.textContent = "document.title = 'taken'";
-        const style = document.createElement('style');
-        style.textContent = 'body { display: none }';
-        const image = new Image();
-        image.src = 'http://127.0.0.1:9/x';
-        const frame = document.createElement('iframe');
-        frame.src = 'http://127.0.0.1:9/y';
-        document.body.append(script, style, image, frame);
-        fetch('http://127.0.0.1:9/').catch(() => 0);
-    })""")
-    assert refused == ["connect-src", "frame-src", "img-src", "script-src-elem", "style-src-elem"]
+    directives = ["connect-src", "frame-src", "img-src", "script-src-elem", "style-src-elem"]
+    assert browser.policy_violations() == directives
     assert browser.value("document.title") == "Try a model"
 
 

@@ -104,6 +104,28 @@ class Browser:
         """The parameters of the events of a kind since the page was opened."""
         return [event["params"] for event in self.events if event.get("method") == method]
 
+    def policy_violations(self) -> list[str]:
+        """The directives of the page's content security policy that refuse a script, a style, an image, a frame and a
+        request, sorted; waits for all five.
+        """
+        return self.value("""new Promise(done => {
+            const refused = [];
+            document.addEventListener('securitypolicyviolation', event => {
+                refused.push(event.effectiveDirective);
+                if (refused.length == 5) done(refused.sort());
+            });
+            const script = document.createElement('script');
+            script.textContent = "document.title = 'taken'";
+            const style = document.createElement('style');
+            style.textContent = 'body { display: none }';
+            const image = new Image();
+            image.src = 'http://127.0.0.1:9/x';
+            const frame = document.createElement('iframe');
+            frame.src = 'http://127.0.0.1:9/y';
+            document.body.append(script, style, image, frame);
+            fetch('http://127.0.0.1:9/').catch(() => 0);
+        })""")
+
     def value(self, expression: str) -> Any:
         """Of a JavaScript expression, within the page; promises are awaited."""
         result = self.ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)

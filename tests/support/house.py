@@ -9,8 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# From the ground up: a room may import itself and those before it.
-ROOMS = (
+# A package may import itself and the packages before it.
+PACKAGES = (
     "data_utils.common",
     "data_utils.storage",
     "data_utils.tokenizers",
@@ -39,8 +39,8 @@ ROOMS = (
     "megatron_lite.estimate",
     "megatron_lite.inference",
     "megatron_lite.hf.files",
-    "megatron_lite.hf.glm",
     "megatron_lite.hf.published",
+    "megatron_lite.hf.glm",
     "megatron_lite.hf",
     "megatron_lite.models.optimus",
     "megatron_lite.models.electra",
@@ -54,10 +54,10 @@ ROOMS = (
 
 def product_files() -> list[Path]:
     """Every Python file of the product, the tests and benchmarks left out."""
-    rooms = [
+    files = [
         path for name in ("data_utils", "megatron_lite", "scripts") for path in (ROOT / name).rglob("*.py")
     ]
-    return sorted([ROOT / "pretrain_glm.py", *rooms])
+    return sorted([ROOT / "pretrain_glm.py", *files])
 
 
 def test_files() -> list[Path]:
@@ -70,15 +70,26 @@ def module_name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def room_of(module: str) -> int | None:
-    """The place in ROOMS of a module; None for a package around rooms."""
-    names = [room for room in ROOMS if module == room or module.startswith(f"{room}.")]
-    return ROOMS.index(max(names, key=len)) if names else None
+def package_index(module: str) -> int | None:
+    """The index in PACKAGES of a module's package; None for a directory that only holds packages."""
+    names = [package for package in PACKAGES if module == package or module.startswith(f"{package}.")]
+    return PACKAGES.index(max(names, key=len)) if names else None
 
 
-def imports_of(path: Path, modules: set[str]) -> Iterator[tuple[str, int]]:
-    """(module, line) for every import of another module of the product, wherever it stands in the file."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+def imports_of(source: str, modules: set[str], *, with_types: bool = True) -> Iterator[tuple[str, int]]:
+    """(module, line) for every import of one of `modules`, anywhere in a file.
+
+    Args: with_types: also the imports under `if TYPE_CHECKING`, which only a type checker runs.
+    """
+    tree = ast.parse(source)
+    only_types: set[ast.AST] = set()
+    if not with_types:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+                only_types |= {inner for statement in node.body for inner in ast.walk(statement)}
+    for node in ast.walk(tree):
+        if node in only_types:
+            continue
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -91,13 +102,16 @@ def imports_of(path: Path, modules: set[str]) -> Iterator[tuple[str, int]]:
                 yield name, node.lineno
 
 
-def import_graph() -> dict[str, dict[str, int]]:
-    """module -> {imported module: line}."""
-    files = {module_name(path): path for path in product_files()}
-    return {name: dict(imports_of(path, set(files))) for name, path in files.items()}
+def import_graph(*, with_types: bool = True) -> dict[str, dict[str, int]]:
+    """module -> {imported module: line}. Args: with_types: as of `imports_of`."""
+    sources = {module_name(path): path.read_text(encoding="utf-8") for path in product_files()}
+    return {
+        name: dict(imports_of(source, set(sources), with_types=with_types))
+        for name, source in sources.items()
+    }
 
 
-def circles(graph: dict[str, dict[str, int]]) -> list[list[str]]:
+def cycles(graph: dict[str, dict[str, int]]) -> list[list[str]]:
     """Groups of modules that import each other, directly or through others (Tarjan's algorithm)."""
     number = itertools.count()
     index: dict[str, int] = {}
@@ -128,13 +142,13 @@ def circles(graph: dict[str, dict[str, int]]) -> list[list[str]]:
 
 
 def upward_imports(graph: dict[str, dict[str, int]]) -> list[str]:
-    """`module:line imports module` for every import from a room into a later one."""
+    """`module:line imports module` for every import from a package into a later one."""
     lines = []
     for name, others in graph.items():
-        room = room_of(name)
+        index = package_index(name)
         for other, line in others.items():
-            target = room_of(other)
-            if room is not None and target is not None and target > room:
+            target = package_index(other)
+            if index is not None and target is not None and target > index:
                 lines.append(f"{name}:{line} imports {other}")
     return lines
 

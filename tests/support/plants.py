@@ -14,7 +14,7 @@ FURTHER = "tests/train/test_parity.py::test_some_further_cases_equal_one_process
 HALF = "tests/train/test_parity.py::test_stages_of_zero_agree_in_half_precision"
 SAME_SAMPLES = "tests/train/test_trainer.py::test_another_number_of_ranks_sees_the_same_samples"
 EPOCHS = "tests/data/loader/test_mixture.py::test_each_epoch_visits_every_window_once_in_another_order"
-VIEWS = "tests/model/test_attention_layout.py::test_views_are_those_of_the_rule"
+VIEWS = "tests/model/test_attention_layout.py::test_views_match_the_rule"
 HEADS = "tests/model/test_heads.py::test_heads_and_options_are_the_same_in_every_layout"
 RESUMED = "tests/train/test_trainer.py::test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit"
 PAIR, DRAWS = "tests/electra/test_model.py", "tests/electra/test_sampling.py"
@@ -165,14 +165,14 @@ LOSSES = (
         "megatron_lite/engine/parameter_groups.py",
         'return not (name.endswith("bias") or "layernorm" in name or model_spec(config).is_unused(name, config))',
         'return not (name.endswith("bias") or model_spec(config).is_unused(name, config))',
-        ("tests/train/test_engine.py::test_weight_decay_is_that_of_matrices_and_tables",),
+        ("tests/train/test_engine.py::test_weight_decay_matches_matrices_and_tables",),
     ),
     Plant(
         "weight decay on biases",
         "megatron_lite/engine/parameter_groups.py",
         'return not (name.endswith("bias") or "layernorm" in name or model_spec(config).is_unused(name, config))',
         'return not ("layernorm" in name or model_spec(config).is_unused(name, config))',
-        ("tests/train/test_engine.py::test_weight_decay_is_that_of_matrices_and_tables",),
+        ("tests/train/test_engine.py::test_weight_decay_matches_matrices_and_tables",),
     ),
     Plant(
         "schedule of the learning rate advanced twice a step",
@@ -483,14 +483,14 @@ ELECTRA = (
         "megatron_lite/models/electra/batch.py",
         "np.full(len(order), REPLACED.number)",
         "np.full(len(order), MASKED.number)",
-        (f"{PAIR}::test_losses_and_gradients_are_those_of_the_classes",),
+        (f"{PAIR}::test_losses_and_gradients_match_the_classes",),
     ),
     Plant(
         "a generator with a table of positions of its own",
         "megatron_lite/models/electra/model.py",
         '("word_embeddings", "position_embeddings", "segment_embeddings", "layernorm")',
         '("word_embeddings", "segment_embeddings", "layernorm")',
-        (f"{PAIR}::test_losses_and_gradients_are_those_of_the_classes",),
+        (f"{PAIR}::test_losses_and_gradients_match_the_classes",),
     ),
 )
 

@@ -118,14 +118,14 @@ OBJECTIVES = (
         "megatron_lite/models/ernie_thu/model.py",
         "mentions: Any = batch.extra_inputs.mentions",
         "mentions: Any = replace(batch.extra_inputs.mentions, vectors=batch.extra_inputs.mentions.vectors * 0)",
-        ("tests/ernie_thu/test_tasks.py::test_the_answers_are_those_of_the_reference",),
+        ("tests/ernie_thu/test_tasks.py::test_the_answers_match_the_reference",),
     ),
     Plant(
         "only tokens with an entity have the bias of the joined streams",
         "megatron_lite/models/ernie_thu/model.py",
         "attended) + self.entity_bias",
         "attended) + self.entity_bias * (context.plan is None)",
-        ("tests/ernie_thu/test_model.py::test_losses_and_gradients_are_those_of_the_reference",),
+        ("tests/ernie_thu/test_model.py::test_losses_and_gradients_match_the_reference",),
     ),
     *VARIANTS,
     Plant(

@@ -6,7 +6,7 @@ from support.plant import Plant
 
 DETACHED = "tests/electra/test_detached.py"
 PAIR = "tests/electra/test_detached_pair.py"
-CLASS = "tests/hf/test_published.py::test_logits_and_gradients_are_those_of_the_class[deberta_v3]"
+CLASS = "tests/hf/test_published.py::test_logits_and_gradients_match_the_class[deberta_v3]"
 LAYOUTS = "tests/train/test_parity.py::test_some_further_cases_equal_one_process"
 
 POSITIONS = (
@@ -36,14 +36,14 @@ POSITIONS = (
         "megatron_lite/models/electra/model.py",
         "with torch.no_grad():",
         "if True:",
-        (f"{DETACHED}::test_losses_and_gradients_are_those_of_a_plain_model",),
+        (f"{DETACHED}::test_losses_and_gradients_match_a_plain_model",),
     ),
     Plant(
         "a discriminator's own words begin as others do",
         "megatron_lite/models/electra/model_spec.py",
         "nn.init.zeros_(model.encoder.embedding.word_embeddings.weight)",
         "pass",
-        (f"{DETACHED}::test_losses_and_gradients_are_those_of_a_plain_model",),
+        (f"{DETACHED}::test_losses_and_gradients_match_a_plain_model",),
     ),
     Plant(
         "a discriminator alone without the generator's words",

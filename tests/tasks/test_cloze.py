@@ -77,7 +77,7 @@ def test_a_cloze_has_the_form_of_pretraining_and_of_use():
 
 
 @pytest.mark.parametrize("mask", ALL_MASKS)
-def test_the_end_of_the_context_is_that_of_use_for_every_mask(mask):
+def test_the_end_of_the_context_matches_use_for_every_mask(mask):
     for masks, setting in (((mask,), "auto"), (ALL_MASKS, mask)):
         config = settings(**AT_END, mask=setting)
         made = Renderer(config, tokenizer(), form(masks=masks), 7)

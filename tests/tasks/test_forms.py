@@ -55,7 +55,7 @@ def test_several_objectives_need_one_form():
 
 @pytest.mark.parametrize("name", FORMAT_OF_OBJECTIVE)
 @pytest.mark.parametrize("kind", ["cloze", "classification", "seq2seq"])
-def test_segments_are_those_of_the_objective(name, kind):
+def test_segments_match_the_objective(name, kind):
     """The model has a row for each segment of its objective, and no more."""
     given = record("a", text_a="rain", text_b="falls", source="rain", target="falls")
     words = {"template": "{text_a} [MASK]", "verbalizers": {"a": "yes", "b": "no"}} if kind == "cloze" else {}

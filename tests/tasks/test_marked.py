@@ -23,7 +23,7 @@ def line(text="rain falls in the city", mention=(0, 4), label=("work",), **more)
     return {"text": text, "mention": list(mention), "label": list(label), **more}
 
 
-def test_marks_are_inserted_and_places_follow_them():
+def test_marks_are_inserted_and_positions_follow_them():
     """Random spans that are apart or within each other, against letters that are inserted one by one."""
     rng = np.random.default_rng(0)
     for _ in range(300):

@@ -29,7 +29,7 @@ def random_labels(rng, classes=None):
 
 @pytest.mark.filterwarnings("ignore")  # sklearn warns of classes that do not occur
 @FEW
-def test_scores_of_labels_are_those_of_sklearn(cases):
+def test_scores_of_labels_match_sklearn(cases):
     metrics = pytest.importorskip("sklearn.metrics")
     rng = np.random.default_rng(1)
     for _ in range(cases):
@@ -49,7 +49,7 @@ def test_scores_of_labels_are_those_of_sklearn(cases):
 
 @pytest.mark.filterwarnings("ignore")  # sklearn warns of labels that do not occur
 @FEW
-def test_scores_without_a_class_and_of_label_sets_are_those_of_sklearn(cases):
+def test_scores_without_a_class_and_of_label_sets_match_sklearn(cases):
     """Macro F1 is that of the published code: of the means of precision and recall over samples."""
     metrics = pytest.importorskip("sklearn.metrics")
     rng = np.random.default_rng(4)
@@ -76,7 +76,7 @@ def test_scores_without_a_class_and_of_label_sets_are_those_of_sklearn(cases):
 
 @pytest.mark.filterwarnings("ignore")  # scipy warns of constant values
 @FEW
-def test_correlations_are_those_of_scipy(cases):
+def test_correlations_match_scipy(cases):
     stats = pytest.importorskip("scipy.stats")
     rng = np.random.default_rng(2)
     for case in range(cases):
@@ -110,7 +110,7 @@ def test_groups_are_right_as_a_whole():
 TYPES = ("PER", "LOC", "MISC-X")
 
 
-def test_entity_f1_is_that_of_seqeval():
+def test_entity_f1_matches_seqeval():
     """Tags at random, so most sentences break the rules of BIO: I- after O, or after another type."""
     seqeval = pytest.importorskip("seqeval.metrics")
     rng = np.random.default_rng(4)
@@ -213,7 +213,7 @@ def random_texts(rng, count):
 
 
 @FEW
-def test_bleu_is_that_of_sacrebleu(cases):
+def test_bleu_matches_sacrebleu(cases):
     sacrebleu = pytest.importorskip("sacrebleu")
     rng = np.random.default_rng(6)
     options = {"bleu": {}, "bleu_char": {"tokenize": "char"}, "bleu_zh": {"tokenize": "zh"},
@@ -235,7 +235,7 @@ def test_bleu_is_that_of_sacrebleu(cases):
 
 
 @FEW
-def test_rouge_is_that_of_rouge_score(cases):
+def test_rouge_matches_rouge_score(cases):
     scorer = pytest.importorskip("rouge_score.rouge_scorer")
     rng = np.random.default_rng(7)
     names = ["rouge1", "rougeLsum", "rougeL", "rouge2"]

@@ -213,7 +213,7 @@ def test_bad_lines(files, name, change, message):
     assert (len(records), records.skipped) == (1, 1)
 
 
-def test_an_index_twice_is_refused_with_both_places(files):
+def test_an_index_twice_is_refused_with_both_lines(files):
     line = {"premise": "a", "hypothesis": "b", "label": "neutral", "idx": 1}
     files.refused(
         superglue("cb"), [line, {**line, "idx": 2}, line],

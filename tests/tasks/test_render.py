@@ -36,7 +36,7 @@ CASES = {
 }
 
 
-def test_every_kind_is_rendered():
+def test_every_type_is_rendered():
     assert set(KINDS) == set(TASK_TYPES) == set(CASES)
 
 

@@ -170,7 +170,7 @@ def test_templates_of_the_reference():
 
 
 @pytest.mark.parametrize("masks", [ALL_MASKS, ("mask", "gmask"), ("mask",)])
-def test_the_context_is_that_of_use(masks):
+def test_the_context_matches_use(masks):
     made = Renderer(settings(kind="seq2seq"), tokenizer(), form(masks=masks), 7)
     special, name = made.inputs.special, masks[1] if len(masks) > 1 else "mask"
     words = made.inputs.tokenizer.encode(SOURCE)

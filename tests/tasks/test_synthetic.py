@@ -58,7 +58,7 @@ def test_every_word_is_in_the_vocabulary(name):
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_they_are_records_of_every_kind(name):
+def test_they_are_records_of_every_type(name):
     for kind in TASKS[name].kinds:
         config = task("synthetic", "mine", kind, train=DEFAULTS[name])
         records = read_records(config, DEFAULTS[name], labelled=True)
@@ -293,7 +293,7 @@ def test_what_is_refused(text, message):
         read_records(task("synthetic", "mine", "cloze", labels=("no", "yes")), text, labelled=True)
 
 
-def test_another_kind_is_refused():
+def test_another_type_is_refused():
     with pytest.raises(
         ConfigError, match=r"task\.kind is tagging; the synthetic task xor is one of cloze, class"
     ):

@@ -64,7 +64,7 @@ def test_on_top_of_a_model(name):
 
 
 @pytest.mark.parametrize("name", SEVERAL)
-def test_several_tasks_are_those_of_the_files_of_one(name):
+def test_several_tasks_match_the_files_of_one(name):
     tree = load_tree([str(ROOT / "configs/roberta-large.yaml")], name, [])
     config = build(Config, merge({"training": {"steps": 1}, "schedule": {"warmup_steps": 0}}, tree))
     assert config.task == config.tasks[0] and len(config.tasks) == len(SEVERAL[name]["tasks"])

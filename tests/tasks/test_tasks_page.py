@@ -49,7 +49,7 @@ def test_the_message(files, monkeypatch):
     assert f"error: {caught.value}\n" in PAGE
 
 
-def test_lines_of_every_kind(files):
+def test_lines_of_every_type(files):
     rows = re.findall(r"^\| ([^|]*`\w+`[^|]*) \| ([^|]*\{\"[^|]*) \|$", PAGE, re.M)
     assert rows
     labels = {

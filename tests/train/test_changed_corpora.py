@@ -151,7 +151,7 @@ def test_the_refusal_is_a_line_with_the_remedies(corpora, tmp_path):
 # Runs
 
 
-def test_a_run_goes_on_with_other_weights_only_if_told_so(corpus, tmp_path):
+def test_a_run_continues_with_other_weights_only_if_told_so(corpus, tmp_path):
     def tree(run, weights, **checkpoint):
         train = [
             {"prefix": str(corpus / f"corpus_{name}"), "weight": weight}

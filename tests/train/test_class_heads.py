@@ -176,13 +176,13 @@ def test_capitals_join_in_a_later_phase_and_are_asked_of_the_corpus(settings, co
         ({"token_document": {"whole_word": True}}, "the nearest valid key is token_document.whole_words"),
     ],
 )
-def test_heads_that_lack_are_told(settings, changes, message):
+def test_heads_that_lack_are_reported(settings, changes, message):
     with pytest.raises(ConfigError, match=message) as error:
         build(Config, merge(merge(settings, TASKS), changes))
     assert "\n" not in str(error.value)
 
 
-def test_words_that_are_not_known_are_told():
+def test_words_that_are_not_known_are_reported():
     for name in OBJECTIVES:
         if OBJECTIVES[name].config_class().class_heads:
             with pytest.raises(
@@ -223,7 +223,7 @@ def test_ernie_2_adds_a_task_in_each_stage_and_trains_all_for_50000_steps():
     assert all(abs(count - 50_000) < 3 * math.sqrt(50_000) for count in drawn.values())
 
 
-def test_an_export_has_these_heads_beside_it_and_an_import_goes_on_with_them(tmp_path, caplog):
+def test_an_export_has_these_heads_beside_it_and_an_import_continues_with_them(tmp_path, caplog):
     """The class of transformers has the rest, and its logits are ours. A head of another size is initialized."""
     model = {"system": "ernie2", "segments": 4, "max_position": 80, "class_heads": list(HEADS[:2])}
     tasks = {"objectives": dict.fromkeys(["ernie", *NAMES[:2]], 1), "tokenizer": {"added_tokens": "none"}}

@@ -110,7 +110,7 @@ def test_a_world_that_does_not_fit_the_batch_is_refused():
 @pytest.mark.parametrize(
     "system, objective", [("glm", "blank_infilling"), ("bert", "masked_lm"), ("albert", "masked_lm")]
 )
-def test_weight_decay_is_that_of_matrices_and_tables(system, objective):
+def test_weight_decay_matches_matrices_and_tables(system, objective):
     """Norms and biases, which are vectors, have none."""
     options = "model.head_bias=true", "model.embedding_norm=true", "data.sequence_length=128"
     config = tiny(

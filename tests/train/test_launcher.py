@@ -107,7 +107,7 @@ def losses(run):
     return [(r["step"], r["loss"]) for r in map(json.loads, lines) if r["kind"] == "train"]
 
 
-def test_a_launcher_goes_on_with_a_stopped_run_which_then_fills_a_blank(settings, tmp_path):
+def test_a_launcher_continues_with_a_stopped_run_which_then_fills_a_blank(settings, tmp_path):
     """Two forked ranks made the first half of the run, and the whole one that it is compared with."""
     settings["training"]["precision"] = "bf16"
     whole, parts = tmp_path / "whole", tmp_path / "parts"

@@ -87,7 +87,7 @@ def trained(context, settings, steps):
 
 
 @pytest.mark.parametrize("parallel", [layout(zero=2), layout(zero=3), layout(tp=2, sp=True)], ids=str)
-def test_training_is_that_of_torch(parallel):
+def test_training_matches_torch(parallel):
     def run(kernels):
         settings = settings_of(kernels, parallel)
         return run_ranks(trained, 2, settings, 3, parallel=ParallelConfig(**parallel))
@@ -99,7 +99,7 @@ def test_training_is_that_of_torch(parallel):
         assert calls > 0 and expected[3] == 0  # the kernels were the ones asked for
 
 
-def test_a_step_of_bf16_training_is_that_of_torch():
+def test_a_step_of_bf16_training_matches_torch():
     """One step: later ones multiply weights that were rounded."""
     parallel, kernel = layout(), {"optimizer": APEX["optimizer"]}
     (one,), (other,) = (

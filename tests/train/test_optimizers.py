@@ -115,7 +115,7 @@ def of_the_library(kind, named, settings):
 
 
 @pytest.mark.parametrize("kind", ["adafactor", "muon"])
-def test_fifty_steps_are_those_of_the_library(kind, monkeypatch):
+def test_fifty_steps_match_the_library(kind, monkeypatch):
     # torch iterates in bf16 always; in an fp32 run ours does in fp32.
     monkeypatch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", lambda u, *_: newton_schulz(u))
     settings = build(OptimizerConfig, {"kind": kind, "weight_decay": 0.1})
@@ -139,7 +139,7 @@ def test_fifty_steps_are_those_of_the_library(kind, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_fifty_steps_are_those_of_whole_tensors(kind):
+def test_fifty_steps_match_whole_tensors(kind):
     settings = build(OptimizerConfig, {"kind": kind, "weight_decay": 0.1})
     ours, named = Ours(problem(), settings), problem()
     plain = Plain(named, settings)
@@ -188,7 +188,7 @@ def test_a_frozen_parameter_and_its_state_stay_as_they_are(kind):
 
 
 @pytest.mark.parametrize("shape", [(6, 6), (48, 64), (96, 24)])
-def test_the_iteration_in_bf16_is_that_of_torch(shape):
+def test_the_iteration_in_bf16_matches_torch(shape):
     u = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     theirs = torch.optim._muon._zeropower_via_newtonschulz(u, (3.4445, -4.7750, 2.0315), 5, 1e-7)
     assert torch.equal(orthogonal(u.bfloat16()), theirs)
@@ -267,7 +267,7 @@ def run(function, cases, *args):
     )
 
 
-def test_a_layout_equals_one_process_and_goes_on_in_any(tmp_path):
+def test_a_layout_equals_one_process_and_continues_in_any(tmp_path):
     cases = [with_optimizer(kind, Case(2, 1, 2, 2, True)) for kind in ALL]
     for failures, equal in run(train_and_go_on, cases, tmp_path):
         assert failures == [] and equal == [True] * len(ALL)

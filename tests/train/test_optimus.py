@@ -175,7 +175,7 @@ def test_stacks_begin_with_the_weights_of_runs(tmp_path):
         ("encoder_from", "decoder", "masked_lm", "another model"),
     ],
 )
-def test_a_stack_does_not_begin_with_another_kind_of_run(tmp_path, key, stack, objective, message):
+def test_a_stack_does_not_begin_with_another_type_of_run(tmp_path, key, stack, objective, message):
     other = plain_run(tmp_path / "other", stack, objective)
     with pytest.raises(CheckpointError, match=message):
         check_beginning(config_of(tmp_path / "run", optimus={key: str(other)}))

@@ -219,7 +219,7 @@ def test_later_phases_may_change_and_earlier_ones_may_not(phased, tmp_path):
         require_same_corpora(other, tmp_path, state)
 
 
-def test_a_batch_of_a_past_phase_that_is_accepted_goes_on_by_the_new_plan(phased, tmp_path):
+def test_a_batch_of_a_past_phase_that_is_accepted_continues_by_the_new_plan(phased, tmp_path):
     """With the samples that were consumed a batch would span the border of two phases."""
     run_ranks(fit, 1, merge(phased, {"training": {"stop_after_step": 3}}))
     first, *others = PHASES

@@ -40,7 +40,7 @@ def held(context, tree):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_parameters_of_every_rank_are_those_of_the_real_engine(layout):
+def test_parameters_of_every_rank_match_the_real_engine(layout):
     tree = merge(MODEL, {"parallel": layout})
     config, world_size = build(Config, tree), 4
     ranks = run_ranks(held, world_size, tree, parallel=build(ParallelConfig, layout))

@@ -24,7 +24,7 @@ def power_law(evaluations: int) -> list[float]:
     return [1.69 + 406.4 / 4e8**0.34 + 410.7 / (1e5 * 100 * n) ** 0.28 for n in range(1, evaluations + 1)]
 
 
-def test_a_loss_that_stands_is_told_once_with_where_to_look() -> None:
+def test_a_loss_that_stands_is_reported_once_with_where_to_look() -> None:
     (text,) = said([5.3, *[5.2 + 0.001 * math.sin(n) for n in range(20)]])
     assert "5.2" in text
     for setting in ("optimizer.lr", "model.positions=rotary", "docs/learning.md"):

@@ -1,7 +1,7 @@
 """Reads untrusted config.json files, which are checked before a model is built from them, and writes exported ones.
 
-Types are checked strictly. Sizes are compared with the tensors that the weights' headers list, so that an absurd one
-costs nothing. What would make transformers load another model than the one in the directory is refused.
+Types are checked strictly. Sizes are compared with the tensors that the weights' headers list, before a model of such
+sizes takes memory. Fields by which transformers would load another model than the directory's are refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_LABELS = 1 << 16  # transformers makes a name for each
 Size = Annotated[int, Limits(ge=1)]
 Rate = Annotated[float, Limits(ge=0, lt=1)]
 
-# Files and fields with which a directory is not the model that its weights and sizes say.
+# Fields by which transformers loads other weights than model.safetensors or pytorch_model.bin hold.
 _OTHER_WEIGHTS = {
     "quantization_config": "quantised weights are not supported; fetch the model in fp32, bf16 or fp16",
     "transformers_weights": "weights under another name are not read; fetch the model as it was published",
@@ -102,7 +102,7 @@ def by_transformers(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Context without the reports of transformers, which would stand among the lines of a command."""
+    """Context without the warnings of transformers, which would be printed among the output of a command."""
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
@@ -112,7 +112,7 @@ def quiet() -> Iterator[None]:
 
 
 def read_config_json(directory: Path) -> dict[str, Any]:
-    """config.json of a directory of weights. Raises: CheckpointError for what no import takes."""
+    """config.json of a directory of weights. Raises: CheckpointError for what cannot be imported."""
     _require_files(directory)
     if (directory / _ADAPTER).exists():
         raise CheckpointError(
@@ -129,10 +129,10 @@ def read_config_json(directory: Path) -> dict[str, Any]:
 
 
 def write_config(directory: Path, class_config: PretrainedConfig, former: Mapping[str, Any]) -> None:
-    """Write config.json, with `former`, the fields that other versions of transformers read."""
+    """Write config.json. Args: former: fields that other versions of transformers read (`former_fields`)."""
     class_config.save_pretrained(directory)
     values = read_json(directory / CONFIG_JSON)
-    values |= {**former, "torch_dtype": values["dtype"]}  # its name to 4.55
+    values |= {**former, "torch_dtype": values["dtype"]}  # the name of dtype up to version 4.55
     write_json(directory / CONFIG_JSON, dict(sorted(values.items())))
 
 
@@ -164,27 +164,26 @@ def check_sizes(path: Path, settings: Mapping[str, Any], weights: Weights, file:
     Args: settings: of the section `model`, from the file of this name.
     """
     largest = max((size for shape in weights.shapes.values() for size in shape), default=0)
-    limits = {
-        "max_position": MAX_POSITION
-    }  # rotary positions have no table; rows of tables are compared later
+    # Rotary positions have no table to compare with; learned ones are compared with it later.
+    limits = {"max_position": MAX_POSITION}
     # ALBERT's layers are one block.
     blocks = 0 if settings.get("system") == "albert" else settings.get("num_layers", 0)
     if blocks + settings.get("decoder_layers", 0) > len(weights.shapes):
         raise CheckpointError(
-            f"{path / file} says {blocks + settings.get('decoder_layers', 0)} layers, but the weights have "
-            f"{len(weights.shapes)} tensors in all; fetch both again."
+            f"{path / file} declares {blocks + settings.get('decoder_layers', 0)} layers, but the weights have only "
+            f"{len(weights.shapes)} tensors; fetch both again."
         )
     for name, value in settings.items():
         limit = limits.get(name, max(largest, len(weights.shapes)))
         if isinstance(value, int) and value > limit:
             raise CheckpointError(
-                f"{path / file} gives model.{name} {shown(value)}; with these weights it can be {limit} at "
-                "limits. Fetch both again."
+                f"{path / file} sets model.{name} to {shown(value)}, but these weights allow {limit} at most; fetch "
+                "both again."
             )
 
 
 def _require_files(directory: Path) -> None:
-    """Raise CheckpointError for a pipe or a device among the files, for which a reader would wait for ever."""
+    """Raise CheckpointError for a pipe or a device among the files: reading it could block forever."""
     for path in sorted(directory.iterdir()):
         if path.exists() and not path.is_file() and not path.is_dir():
             raise CheckpointError(f"{path} is not a regular file; fetch the directory again.")

@@ -21,7 +21,7 @@ from megatron_lite.hf.files.weights import METADATA, Weights
 
 
 def write_imported_run(directory: Path, weights: Weights, config: Config) -> Path:
-    """Write config.yaml and the checkpoint of step 0. Raises: CheckpointError, see `write_training_checkpoint`.
+    """Write config.yaml and the checkpoint of step 0. Raises: CheckpointError, as `write_training_checkpoint`.
 
     Returns: the directory of the checkpoint.
     """
@@ -39,13 +39,13 @@ def write_training_checkpoint(path: Path, weights: Weights, config: Config) -> N
     """
     path.mkdir(parents=True)
     name = "rank_00000.safetensors"
-    pieces, shapes = [], {}
+    slices, shapes = [], {}
     for parameter, shape in weights.shapes.items():
         rows, columns = matrix_shape(shape)
         box = astuple(ShardSlice(0, rows, 0, columns))
         for kind in ADAM_STATE:
             key = f"{parameter}/{kind}/0.0"
-            pieces.append({"file": name, "key": key, "name": parameter, "kind": kind, "box": box})
+            slices.append({"file": name, "key": key, "name": parameter, "kind": kind, "box": box})
             shapes[key] = (rows, columns)
     described = write_tensors(path / name, shapes, _with_moments(weights), metadata=METADATA)
     state = TrainerState.beginning(to_tree(config)).to_json()
@@ -53,20 +53,21 @@ def write_training_checkpoint(path: Path, weights: Weights, config: Config) -> N
         **manifest_header(0, {"adam_step": 0.0, "loss_scaler": {}}, state),
         "shapes": {parameter: list(shape) for parameter, shape in weights.shapes.items()},
         "files": {name: described},
-        "pieces": pieces,
+        "pieces": slices,
     }
     write_manifest(path, manifest)
 
 
 def _with_moments(weights: Weights) -> Iterator[torch.Tensor]:
+    """Each weight, followed by zeros for its Adam moments."""
     for name in progress_bar(weights.shapes, desc="writing parameters"):
         weight = weights.read(name).view(matrix_shape(weights.shapes[name]))
         if not torch.isfinite(weight).all():
             raise CheckpointError(
-                f"{name} of the weights to import has numbers that are not finite; fetch them again, or an earlier "
-                "checkpoint of their training."
+                f"{name} of the weights to import has values that are not finite; fetch them again, or import an "
+                "earlier checkpoint of their training."
             )
         yield weight
-        zeros = torch.zeros(1).expand(weight.shape)
+        zeros = torch.zeros(1).expand(weight.shape)  # takes no memory
         for _ in ADAM_STATE[1:]:
             yield zeros

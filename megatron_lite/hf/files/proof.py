@@ -10,12 +10,17 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from data_utils.common.errors import CheckpointError
+from megatron_lite.checkpoint.read import weight_reader
+from megatron_lite.hf.files.lora import merged_here
+from megatron_lite.hf.files.weights import DTYPES, Weights
+from megatron_lite.inference.open_run import OpenRun, filled, load_model
+from megatron_lite.model.flops import parameter_shapes
 from megatron_lite.model.transformer import GLM
 
 TOLERANCE = 1e-5  # fp32: the same sums in another order
@@ -136,6 +141,33 @@ def prove(
     for name, result in comparisons.items():
         result.require(tolerance, what if name == "logits" else f"{what} ({name})")
     return comparisons
+
+
+def prove_export(
+    ask: Callable[[torch.dtype], Sequence[Question]], run: OpenRun, dtype: str, tolerance: float
+) -> dict[str, Proof]:
+    """As `prove`, of a run of one Transformer and its export. Args: dtype: a key of DTYPES, of the export's weights."""
+    return prove(
+        ask,
+        lambda: _exported_model(run, DTYPES[dtype]),
+        tolerance,
+        f"the export of {run.checkpoint.path}",
+        run.checkpoint.shapes,
+    )
+
+
+def _exported_model(run: OpenRun, dtype: torch.dtype) -> GLM:
+    """Our model with the weights as the export has them: rounded to its type, updates of LoRA added before that.
+
+    A proof compares two computations, not two precisions.
+    """
+    checkpoint, config = run.checkpoint, run.config.model
+    if config.lora is None or dtype == torch.float32:
+        return load_model(checkpoint, config, lambda weight: weight.to(dtype).float())
+    with torch.device("meta"):
+        adapted, model = GLM(config), GLM(replace(config, lora=None))
+    read = merged_here(Weights(checkpoint.shapes, weight_reader(checkpoint)), adapted)
+    return filled(model, parameter_shapes(model.config), lambda name: read(name).to(dtype).float())
 
 
 def _all_hold(comparisons: Mapping[str, Proof], tolerance: float) -> bool:

@@ -1,4 +1,4 @@
-"""Weights that are read and written one tensor at a time, so that memory is that of the largest tensor.
+"""Weights that are read and written one tensor at a time, so that memory holds one tensor and not the model.
 
 Reads safetensors and torch's pickle files (weights only), whole or sharded with an index, and checks names, shapes and
 missing files. Writes safetensors, sharded where they are large.
@@ -6,6 +6,7 @@ missing files. Writes safetensors, sharded where they are large.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import re
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
@@ -30,27 +32,33 @@ from megatron_lite.hf.files.left_out import is_buffer, listed
 WORDS = "embedding.word_embeddings.weight"  # our only parameter with padding rows
 TASK_CLASSIFIER, SCORE = "heads.task.classifier.", "score."  # a task's head, here and in transformers
 TRAINING_JSON = "training.json"
-PADDING_ROWS = "padding_rows.safetensors"  # in a run's directory: of the released model it continues
+# In the directory of a run that continues a released model: the rows of the word embedding that pad its vocabulary.
+PADDING_ROWS = "padding_rows.safetensors"
 MAX_JSON_BYTES = 64 << 20
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-METADATA = {"format": "pt"}  # of a safetensors file that transformers reads
+METADATA = {"format": "pt"}  # transformers loads no safetensors file without it
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _FLOATS = frozenset(("F64", "F32", "F16", "BF16"))  # as safetensors names them
 _DOUBLE = "F64"
 _WEIGHTS = frozenset((".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx"))
 _TRAINING_STATE = ("training_args", "optimizer", "scheduler", "rng_state")
 _LFS = b"version https://git-lfs.github.com/spec/"
-_SHOWN_SHAPES = 2  # pairs: one wrong size can change most tensors
+_SHOWN_SHAPES = 2  # differing pairs of shapes in a message: one wrong size can change most tensors
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Named tensors of known shapes, read on demand."""
+    """Named tensors of known shapes, read on demand.
+
+    Args:
+        buffers: names of the files' tensors that nothing reads.
+        doubles: names of tensors that the files hold in fp64.
+    """
 
     shapes: dict[str, tuple[int, ...]]
     read: Callable[[str], torch.Tensor]
-    buffers: tuple[str, ...] = ()  # names of what the files also hold and nothing reads
-    doubles: tuple[str, ...] = ()  # names of tensors in fp64, in the files
+    buffers: tuple[str, ...] = ()
+    doubles: tuple[str, ...] = ()
 
     def renamed(self, names: Mapping[str, str]) -> Weights:
         """The same tensors under other names: new name -> old name."""
@@ -61,9 +69,9 @@ class Weights:
         """Tensor `name` cut, or filled with zeros, to `rows` rows."""
         shape = self.shapes[name]
 
-        def read(wanted: str) -> torch.Tensor:
-            tensor = self.read(wanted)
-            if wanted != name or rows == shape[0]:
+        def read(read_name: str) -> torch.Tensor:
+            tensor = self.read(read_name)
+            if read_name != name or rows == shape[0]:
                 return tensor
             resized = tensor.new_zeros(rows, *shape[1:])
             kept = min(rows, shape[0])
@@ -77,7 +85,7 @@ class Weights:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a foreign file. Raises: CheckpointError."""
+    """A JSON object from an untrusted file. Raises: CheckpointError."""
     try:
         return conform(parse_json(read_bounded(path, MAX_JSON_BYTES)), dict[str, Any])
     except FileNotFoundError as error:
@@ -95,7 +103,7 @@ def open_directory(directory: Path) -> Weights:
 
     Raises: CheckpointError for missing, truncated or hostile files.
     """
-    # Safetensors first: they are mapped, and hold no code.
+    # Safetensors first: they are memory-mapped and cannot hold code.
     for single, open_file in (("model.safetensors", open_safetensors), ("pytorch_model.bin", open_pickle)):
         index = directory / f"{single}.index.json"
         if index.exists():
@@ -109,7 +117,7 @@ def open_directory(directory: Path) -> Weights:
 
 
 def _require_unwrapped(weights: Weights, origin: Path) -> Weights:
-    """The weights. Raises: CheckpointError for those of a wrapper, which no class of transformers loads either."""
+    """The weights. Raises: CheckpointError for names that a wrapper prefixes, which transformers does not load."""
     for prefix, attribute in (("module.", "module"), ("_orig_mod.", "_orig_mod")):
         if weights.shapes and all(name.startswith(prefix) for name in weights.shapes):
             wrapper = "DistributedDataParallel or DeepSpeed" if prefix == "module." else "torch.compile"
@@ -121,26 +129,26 @@ def _require_unwrapped(weights: Weights, origin: Path) -> Weights:
 
 
 def _other_weights(directory: Path) -> str:
-    """The remedy where weights have another name, or are another program's."""
+    """The remedy for a directory whose weights have another name or another program's format."""
     found = sorted(
         path.name
         for path in directory.glob("*")
         if path.suffix in _WEIGHTS and not path.name.startswith(_TRAINING_STATE)
     )
     shown = ", ".join(found[:3]) + ", ..." * (len(found) > 3)
-    for ending, kind in ((".safetensors", "model.safetensors"), (".bin", "pytorch_model.bin")):
-        of_kind = [name for name in found if name.endswith(ending)]
-        if len(of_kind) == 1:
-            return f"rename {of_kind[0]} to {kind}, if it holds the whole model"
-        if of_kind:
-            return f"it has {shown}: fetch {kind}.index.json, which says what each shard holds"
+    for suffix, expected in ((".safetensors", "model.safetensors"), (".bin", "pytorch_model.bin")):
+        readable = [name for name in found if name.endswith(suffix)]
+        if len(readable) == 1:
+            return f"rename {readable[0]} to {expected}, if it holds the whole model"
+        if readable:
+            return f"it has {shown}: fetch {expected}.index.json, which lists the tensors of each shard"
     if found:
-        return f"what it has is not read ({shown}): fetch the model's safetensors"
+        return f"{shown} cannot be read: fetch the model's safetensors"
     return "check the path"
 
 
 def _require_no_pointer(path: Path) -> None:
-    """A clone without Git LFS has a text of three lines for each large file."""
+    """Raise CheckpointError for the three lines of text that a clone without Git LFS has for each large file."""
     with contextlib.suppress(OSError), open(path, "rb") as file:
         if file.read(len(_LFS)) == _LFS:
             raise CheckpointError(
@@ -154,13 +162,13 @@ def _open_shards(index: Path, open_file: Callable[[Path], Weights]) -> Weights:
     if not isinstance(table, dict) or not table:
         raise CheckpointError(f"{index} has no weight_map; fetch it again.")
     for name in table.values():
-        # A name from a foreign index could lead out of the directory.
+        # A name from an untrusted index could lead out of the directory.
         if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
             raise CheckpointError(
-                f"{index} names a file {str(name)[:80]!r}; a shard must lie beside its index."
+                f"{index} names a file {str(name)[:80]!r}; a shard must be in the directory of its index."
             )
     shards = {name: open_file(index.parent / name) for name in sorted(set(table.values()))}
-    # Buffers of old versions (position ids, masks) are no parameters.
+    # Old versions saved buffers too (position ids, masks), which no model loads.
     table = {tensor: name for tensor, name in table.items() if not is_buffer(tensor)}
     for tensor, name in table.items():
         if tensor not in shards[name].shapes:
@@ -168,37 +176,35 @@ def _open_shards(index: Path, open_file: Callable[[Path], Weights]) -> Weights:
                 f"{index.parent / name} lacks the tensor {tensor} that {index.name} places there."
             )
     shapes = {tensor: shards[name].shapes[tensor] for tensor, name in table.items()}
-    buffers, doubles = (
-        tuple(tensor for shard in shards.values() for tensor in getattr(shard, kind))
-        for kind in ("buffers", "doubles")
-    )
+    buffers = tuple(tensor for shard in shards.values() for tensor in shard.buffers)
+    doubles = tuple(tensor for shard in shards.values() for tensor in shard.doubles)
     return Weights(shapes, lambda tensor: shards[table[tensor]].read(tensor), buffers, doubles)
 
 
 def open_safetensors(path: Path) -> Weights:
     """One safetensors file. Raises: as `from_state_dict`, and CheckpointError if it is missing or damaged."""
-    shapes, kinds = {}, {}
+    shapes, dtypes = {}, {}
     _require_no_pointer(path)
     try:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  not a dictionary
                 found = file.get_slice(name)
-                shapes[name], kinds[name] = tuple(found.get_shape()), found.get_dtype()
+                shapes[name], dtypes[name] = tuple(found.get_shape()), found.get_dtype()
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: {one_line(error)}; the file is missing or damaged.") from None
     # Quantized weights would load as numbers without their scales.
-    _require_floats((name for name, kind in kinds.items() if kind not in _FLOATS), path)
+    _require_floats((name for name, dtype in dtypes.items() if dtype not in _FLOATS), path)
 
     def read(name: str) -> torch.Tensor:
-        # Opened each time, since an open file keeps every page it has read in memory.
+        # Opened for each tensor: pages that an open file has read stay in memory.
         with safe_open(path, framework="pt") as file:
             return file.get_tensor(name).clone()
 
-    return _without_buffers(shapes, read, (name for name, kind in kinds.items() if kind == _DOUBLE))
+    return _without_buffers(shapes, read, (name for name, dtype in dtypes.items() if dtype == _DOUBLE))
 
 
 def open_pickle(path: Path) -> Weights:
-    """One file of torch.save that holds a dictionary of tensors; never executes code from it."""
+    """One file of torch.save that holds a dictionary of tensors. No code from it is executed."""
     return from_state_dict(load_pickle(path), path)
 
 
@@ -210,16 +216,16 @@ def load_pickle(path: Path) -> dict[str, Any]:
     _require_no_pointer(path)
     try:
         with torch.serialization.safe_globals(_plain_globals()):
-            # Files of torch before 1.6 are no zip archives and cannot be mapped.
+            # Files of torch before 1.6 are not zip archives and cannot be memory-mapped.
             tree = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
         raise CheckpointError(f"{path}: {error.strerror}; check the directory.") from None
     except Exception as error:  # a damaged or hostile pickle can raise anything
-        # torch's own advice is to open it without this protection.
+        # torch's own message advises to open the file without this protection, so it is not shown.
         if asked := re.search(r"GLOBAL (\S+)", str(error)):
             raise CheckpointError(
-                f"{path} holds more than plain data ({asked[1][:80]}) and was not opened; save its tensors alone where "
-                "you trust it, best as safetensors."
+                f"{path} holds more than plain data ({asked[1][:80]}) and was not opened; if you trust it, save its "
+                "tensors alone, best as safetensors."
             ) from None
         raise CheckpointError(f"{path} is damaged; fetch it again.") from None
     if not isinstance(tree, dict):
@@ -228,19 +234,15 @@ def load_pickle(path: Path) -> dict[str, Any]:
 
 
 def _plain_globals() -> list[Any]:
-    """Data containers that training frameworks store beside weights: arguments and NumPy's random state."""
-    import argparse
-
-    import numpy as np
-
+    """Data containers that training frameworks store with weights: arguments and NumPy's random state."""
     rebuild = np.empty(0).__reduce__()[0]
     old_name = (rebuild, "numpy.core.multiarray._reconstruct")  # in files written with NumPy 1
-    dtypes = [type(np.dtype(kind)) for kind in (np.uint32, np.int64, np.float32, np.float64)]
+    dtypes = [type(np.dtype(scalar)) for scalar in (np.uint32, np.int64, np.float32, np.float64)]
     return [argparse.Namespace, rebuild, old_name, np.ndarray, np.dtype, *dtypes]
 
 
 def from_state_dict(state: Mapping[str, Any], origin: Path) -> Weights:
-    """Weights in memory. Raises: CheckpointError for anything but floating-point tensors and known buffers."""
+    """Weights of a dictionary. Raises: CheckpointError for anything but floating-point tensors and known buffers."""
     floats = {
         name: value
         for name, value in state.items()
@@ -249,8 +251,8 @@ def from_state_dict(state: Mapping[str, Any], origin: Path) -> Weights:
     nested = [str(name)[:80] for name, value in state.items() if isinstance(value, Mapping)]
     if nested and not floats:  # a checkpoint of a trainer, such as Lightning's
         raise CheckpointError(
-            f"{origin}: no tensor stands at its top, as in the checkpoint of a trainer; save the mapping "
-            f"{' or '.join(nested)} alone, with the names that the class of transformers has."
+            f"{origin} has no tensors at its top level, as the checkpoint of a trainer; save the mapping "
+            f"{' or '.join(nested)} alone, with the tensor names of the class of transformers."
         )
     _require_floats((name for name in state if name not in floats), origin)
     shapes = {name: tuple(value.shape) for name, value in floats.items()}
@@ -265,7 +267,7 @@ def _require_floats(others: Iterable[Any], origin: Path) -> None:
     if unknown:
         raise CheckpointError(
             f"{origin}: {', '.join(map(repr, unknown))} {'are' if len(unknown) > 1 else 'is'} not a floating-point "
-            "tensor, and no class here reads such an entry; save the file again without it."
+            "tensor, which no model here has; save the file again without it."
         )
 
 
@@ -288,7 +290,7 @@ def check_shapes(
 
 
 def shape_problems(weights: Weights, expected: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Each kind of difference between the tensors and those that are expected, as a sentence on the files."""
+    """A clause for each type of difference: missing tensors, unknown tensors, other shapes. Its subject is the file."""
     problems = []
     if missing := expected.keys() - weights.shapes.keys():
         problems.append(f"it lacks {listed(missing)}")
@@ -311,7 +313,7 @@ def shape_problems(weights: Weights, expected: Mapping[str, tuple[int, ...]]) ->
 
 @contextlib.contextmanager
 def new_directory(output: Path) -> Iterator[Path]:
-    """As `files.new_directory`. Raises: CheckpointError too, if the library of safetensors cannot write."""
+    """As `files.new_directory`; in addition raises CheckpointError if safetensors cannot write a file."""
     with files.new_directory(output) as directory:
         try:
             yield directory

@@ -1,4 +1,4 @@
-"""Configuration of GLM (autoregressive blank infilling) for transformers. Copied beside exported weights."""
+"""Configuration of GLM (autoregressive blank infilling) for transformers. Part of an export's code."""
 
 from transformers import PretrainedConfig
 
@@ -12,11 +12,12 @@ class GLMConfig(PretrainedConfig):
         vocab_size: rows of the word embedding; rows that only pad a training vocabulary are left out.
         max_position: largest value of both position ids; each table has one row more.
         positions: "learned_blocks" (both position ids have a table) or "rotary".
-        block_positions: what rotary positions do with that in a span: "added", "table", "halves" or "none"; see
+        block_positions: the block position with rotary positions: "added", "table", "halves" or "none"; see
             positions_glm.py.
-        rotary_share, rotary_base: part of the features of a head that is turned, and base of the wavelengths.
-        attention_window: layers but 0, n, 2n, ... (n: global_every) see keys whose position id differs by this at most;
-            0 = all see all. rotary_base_local: rotary_base of these layers; None = the same.
+        rotary_share, rotary_base: fraction of each head's features that is rotated; theta.
+        attention_window: local layers attend to keys whose position id differs by at most this; 0 = no local layers.
+            Layers 0, n, 2n, ... are global (n: global_every). rotary_base_local: theta of local layers; None =
+            rotary_base.
         rms_norm, biases: RMSNorm instead of LayerNorm; "all" or "none", of the layers' products.
         ffn, ffn_size: "plain", or "gated": gelu of the first half, times the second; inner width, None = 4 hidden_size.
         gelu: "tanh" (how GLM is trained) or "erf" (what the released models' published code computes).

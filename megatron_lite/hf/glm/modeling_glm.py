@@ -1,20 +1,20 @@
-"""GLM (autoregressive blank infilling, arXiv:2103.10360) for transformers. Copied beside exported weights.
+"""GLM (autoregressive blank infilling, arXiv:2103.10360) for transformers. Part of an export's code.
 
 One stack reads part A, the text with its blanks, in both directions, and part B, the spans that fill them, from left to
-right. `block_position_ids` is 0 in part A and 1, 2, ... within a span of part B, so the attention mask needs no
-argument: all tokens see part A, and a token of part B also sees part B up to itself. `position_ids` is the position in
-the text; all tokens of a span have that of their blank. Without `block_position_ids` the whole input is part A and the
-model is a bidirectional encoder. Local layers also see near positions alone (`attention_window`).
+right. `block_position_ids` is 0 in part A and 1, 2, ... within a span of part B, and the attention mask follows from
+it: all tokens see part A, and a token of part B also sees part B up to itself. `position_ids` is the position in the
+text; all tokens of a span have the position of their blank. Without `block_position_ids` the whole input is part A and
+the model is a bidirectional encoder. Local layers see near positions only (`attention_window`).
 
-`attention_mask` marks padding (0) as usual. A boolean one of shape [B, 1, S, S] replaces the rule, for
-example for packed documents. Padding rows see nothing.
+`attention_mask` marks padding (0) as usual. A boolean one of shape [B, 1, S, K] replaces the rule, for example for
+packed documents. Padding tokens see nothing.
 
-Trade-offs: attention is torch's scaled_dot_product_attention with a boolean mask of B x S x S; no attention
-weights are returned. Dynamic key/value caches only. Labels are not shifted: the label of a row is what that
-row predicts, as in training.
+Trade-offs: attention is torch's scaled_dot_product_attention with a boolean mask of B x S x K; no attention weights
+are returned. Dynamic key/value caches only. Labels are not shifted: the label at a position is what that position
+predicts, as in training.
 
-Versions 4.46 to 5 of transformers run this file. It takes from them what all of these have, and follows what it finds
-where they differ: the name of a cache in arguments and outputs (`_CACHE`), and how weights begin (`init`).
+Versions 4.46 to 5 of transformers run this file. Where they differ it follows the version that it finds: the name of a
+cache in arguments and outputs (`_CACHE`), and the functions that initialize weights (`init`).
 
 Shapes: B batch, S new tokens, K all tokens (cached and new), D hidden size, H heads, V vocabulary, C choices.
 """
@@ -40,11 +40,11 @@ from transformers.modeling_outputs import (
 )
 
 from .configuration_glm import GLMConfig
-from .positions_glm import GLMEmbedding, Turns, near_keys, turned, turns_of
+from .positions_glm import CosSin, GLMEmbedding, apply_rotary, rotary_cos_sin, window_mask
 
-try:  # since version 5: leaves weights alone that are loaded
+try:  # since version 5: skips weights that are already loaded
     from transformers import initialization as init
-except ImportError:  # version 4 asks for initial weights of those modules only that are not loaded
+except ImportError:  # version 4 calls _init_weights only for modules that are not loaded
     from torch.nn import init
 
 if TYPE_CHECKING:  # never imported, but transformers saves the files named in imports along with the model
@@ -55,15 +55,15 @@ _CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else
 
 
 def outputs_or_tuple(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` with the argument return_dict; False = a tuple of what is not None."""
+    """Give `forward` the argument return_dict of transformers; False = a tuple of the outputs that are not None."""
 
     @functools.wraps(forward)
-    def asked(self, *args, return_dict: bool | None = None, **kwargs):
+    def wrapped(self, *args, return_dict: bool | None = None, **kwargs):
         outputs = forward(self, *args, **kwargs)
         is_named = self.config.return_dict if return_dict is None else return_dict
         return outputs if is_named else outputs.to_tuple()
 
-    return asked
+    return wrapped
 
 
 def visible_keys(
@@ -72,9 +72,9 @@ def visible_keys(
     length: int,
     past_length: int,
 ) -> torch.Tensor | None:
-    """Which keys the new tokens may see: bool [B, 1, S, K]; None where each sees every key.
+    """Which keys the new tokens may attend to: bool [B, 1, S, K]; None where each sees every key.
 
-    What the cache holds is seen by all new tokens, so a text goes in whole, not in pieces.
+    New tokens see everything in the cache, so part A must be one forward pass, not several.
 
     Args:
         block_position_ids: int [B, S] of the new tokens; None = all are part A.
@@ -86,9 +86,9 @@ def visible_keys(
     visible = None
     sees_all = length == 1 and past_length  # a single new token sees the whole cache
     if block_position_ids is not None and not sees_all:
-        in_b = block_position_ids > 0
-        up_to_itself = torch.ones(length, length, dtype=torch.bool, device=in_b.device).tril()
-        visible = ~in_b[:, None, :] | (in_b[:, :, None] & up_to_itself)
+        in_part_b = block_position_ids > 0
+        causal = torch.ones(length, length, dtype=torch.bool, device=in_part_b.device).tril()
+        visible = ~in_part_b[:, None, :] | (in_part_b[:, :, None] & causal)
         visible = F.pad(visible, (past_length, 0), value=True)[:, None]
     if attention_mask is not None:
         if attention_mask.shape[-1] != past_length + length:
@@ -96,20 +96,20 @@ def visible_keys(
                 f"attention_mask has {attention_mask.shape[-1]} columns; it must cover the {past_length} "
                 f"cached and the {length} new tokens."
             )
-        real = attention_mask.bool()
-        unpadded = real[:, None, -length:, None] & real[:, None, None, :]
+        is_token = attention_mask.bool()
+        unpadded = is_token[:, None, -length:, None] & is_token[:, None, None, :]
         visible = unpadded if visible is None else visible & unpadded
     return visible
 
 
-def norm_of(config: GLMConfig) -> nn.Module:
-    """LayerNorm, or RMSNorm without a bias."""
-    kind = nn.RMSNorm if config.rms_norm else nn.LayerNorm
-    return kind(config.hidden_size, config.layernorm_epsilon)
+def make_norm(config: GLMConfig) -> nn.Module:
+    """LayerNorm, or RMSNorm, which has no bias."""
+    norm_class = nn.RMSNorm if config.rms_norm else nn.LayerNorm
+    return norm_class(config.hidden_size, config.layernorm_epsilon)
 
 
 class GLMOutputProjection(nn.Linear):
-    """A linear layer into the residual stream; only its initial weights differ."""
+    """A linear layer into the residual stream. A class only because `_init_weights` scales its weights."""
 
 
 class GLMAttention(nn.Module):
@@ -128,24 +128,27 @@ class GLMAttention(nn.Module):
         self,
         hidden: torch.Tensor,
         visible: torch.Tensor | None,
-        blind: torch.Tensor | None,
-        turns: Turns | None,
+        no_keys: torch.Tensor | None,
+        cos_sin: CosSin | None,
         cache: Cache | None,
     ) -> torch.Tensor:
-        rows, length, _ = hidden.shape
-        heads = self.query_key_value(hidden).view(rows, length, 3, self.num_heads, -1)
+        """Args: hidden: [B, S, D]. visible: bool [B, 1, S, K]. no_keys: bool [B, 1, S, 1], queries without any key."""
+        batch_size, length, _ = hidden.shape
+        heads = self.query_key_value(hidden).view(batch_size, length, 3, self.num_heads, -1)
         q, k, v = heads.permute(2, 0, 3, 1, 4)
-        q, k = turned(q, turns), turned(k, turns)
+        q, k = apply_rotary(q, cos_sin), apply_rotary(k, cos_sin)
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
         dropout = self.dropout if self.training else 0.0
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, dropout_p=dropout)
-        if blind is not None:
-            out = out.masked_fill(blind, 0.0)
-        return self.dense(out.transpose(1, 2).reshape(rows, length, -1))
+        if no_keys is not None:
+            out = out.masked_fill(no_keys, 0.0)
+        return self.dense(out.transpose(1, 2).reshape(batch_size, length, -1))
 
 
 class GLMMLP(nn.Module):
+    """gelu(x W1) W2; gated: (gelu(x Wg) * x W1) W2, with Wg and W1 as one matrix."""
+
     def __init__(self, config: GLMConfig):
         super().__init__()
         self.approximate = {"tanh": "tanh", "erf": "none"}[config.gelu]
@@ -165,31 +168,33 @@ class GLMMLP(nn.Module):
 class GLMBlock(nn.Module):
     """x + dropout(attention(LN(x))), then the same with the MLP."""
 
-    gradient_checkpointing = False  # set, with the function for it, by `gradient_checkpointing_enable`
+    gradient_checkpointing = (
+        False  # set, like _gradient_checkpointing_func, by `gradient_checkpointing_enable`
+    )
 
     def __init__(self, config: GLMConfig, layer: int):
         super().__init__()
-        self.input_layernorm = norm_of(config)
+        self.input_layernorm = make_norm(config)
         self.attention = GLMAttention(config, layer)
-        self.post_attention_layernorm = norm_of(config)
+        self.post_attention_layernorm = make_norm(config)
         self.mlp = GLMMLP(config)
         self.dropout = nn.Dropout(config.output_dropout)
 
-    def __call__(self, hidden: torch.Tensor, *seen, cache: Cache | None = None) -> torch.Tensor:
-        if self.gradient_checkpointing and self.training:  # a cache would hold the keys of both passes
-            return self._gradient_checkpointing_func(super().__call__, hidden, *seen)
-        return super().__call__(hidden, *seen, cache=cache)
+    def __call__(self, hidden: torch.Tensor, *attention, cache: Cache | None = None) -> torch.Tensor:
+        if self.gradient_checkpointing and self.training:  # no cache: it would hold the keys of both passes
+            return self._gradient_checkpointing_func(super().__call__, hidden, *attention)
+        return super().__call__(hidden, *attention, cache=cache)
 
     def forward(
         self,
         hidden: torch.Tensor,
         visible: torch.Tensor | None = None,
-        blind: torch.Tensor | None = None,
-        turns: Turns | None = None,
+        no_keys: torch.Tensor | None = None,
+        cos_sin: CosSin | None = None,
         cache: Cache | None = None,
     ) -> torch.Tensor:
         normed = self.input_layernorm(hidden)
-        hidden = hidden + self.dropout(self.attention(normed, visible, blind, turns, cache))
+        hidden = hidden + self.dropout(self.attention(normed, visible, no_keys, cos_sin, cache))
         return hidden + self.dropout(self.mlp(self.post_attention_layernorm(hidden)))
 
 
@@ -221,7 +226,7 @@ class GLMModel(GLMPreTrainedModel):
         super().__init__(config)
         self.embedding = GLMEmbedding(config)
         self.layers = nn.ModuleList([GLMBlock(config, i) for i in range(config.num_layers)])
-        self.final_layernorm = norm_of(config)
+        self.final_layernorm = make_norm(config)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -250,12 +255,12 @@ class GLMModel(GLMPreTrainedModel):
             input_ids: int [B, S]; or inputs_embeds [B, S, D].
             attention_mask: see the module's docstring.
             position_ids, block_position_ids: int [B, S]; None = the whole input is part A.
-            past_key_values, or cache: keys and values of what came before; attention_mask then covers both.
-            key_position_ids: int [B, K], for local layers beside a cache.
+            past_key_values, or cache: keys and values of earlier tokens; attention_mask then covers these too.
+            key_position_ids: int [B, K], which local layers need with a cache.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds.")
-        words = self.embedding.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        embeds = self.embedding.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
         cache = past_key_values if cache is None else cache
         if use_cache and cache is None:
@@ -263,31 +268,35 @@ class GLMModel(GLMPreTrainedModel):
         past_length = 0 if cache is None else cache.get_seq_length()
         if getattr(cache, "is_compileable", False):
             raise ValueError("GLM works with dynamic caches; leave cache_implementation at its default.")
-        visible = visible_keys(block_position_ids, attention_mask, words.shape[1], past_length)
-        blind = None  # bool [B, 1, S, 1]: rows without any key
+        visible = visible_keys(block_position_ids, attention_mask, embeds.shape[1], past_length)
+        no_keys = None
         if visible is not None and attention_mask is not None:
-            blind = ~visible.any(-1, keepdim=True)
-            visible = visible | blind  # the softmax of no keys would be NaN; their output is set to 0
+            no_keys = ~visible.any(-1, keepdim=True)
+            visible = (
+                visible | no_keys
+            )  # the softmax of no keys would be NaN; attention sets these outputs to 0
         if position_ids is None:
             if block_position_ids is not None:
                 raise ValueError(
                     "block_position_ids need position_ids: a span has the position of its blank."
                 )
-            key_position_ids = self._positions_of_part_a(attention_mask, words, past_length)
-            position_ids = key_position_ids[:, -words.shape[1] :]
+            key_position_ids = self._default_positions(attention_mask, embeds, past_length)
+            position_ids = key_position_ids[:, -embeds.shape[1] :]
         if block_position_ids is None:
             block_position_ids = torch.zeros_like(position_ids)
-        of_keys = key_position_ids if past_length else position_ids
-        near = near_keys(self.config, visible, position_ids, of_keys)
+        key_positions = key_position_ids if past_length else position_ids
+        near = window_mask(self.config, visible, position_ids, key_positions)
+        base = self.config.rotary_base
+        rotary = rotary_cos_sin(self.config, position_ids, block_position_ids, base)
+        local_base = self.config.rotary_base_local or base
+        local_rotary = rotary_cos_sin(self.config, position_ids, block_position_ids, local_base)
 
-        hidden = self.embedding(words, position_ids, block_position_ids)
-        bases = self.config.rotary_base, self.config.rotary_base_local or self.config.rotary_base
-        turns = [turns_of(self.config, position_ids, block_position_ids, base) for base in bases]
+        hidden = self.embedding(embeds, position_ids, block_position_ids)
         states = [hidden] if output_hidden_states else None
         for number, layer in enumerate(self.layers):
             is_local = number % self.config.global_every > 0
-            seen = near if is_local else visible
-            hidden = layer(hidden, seen, blind, turns[is_local], cache=cache)
+            attention = (near, no_keys, local_rotary) if is_local else (visible, no_keys, rotary)
+            hidden = layer(hidden, *attention, cache=cache)
             if states is not None:
                 states.append(hidden)
         return BaseModelOutputWithPast(
@@ -296,13 +305,13 @@ class GLMModel(GLMPreTrainedModel):
             **{_CACHE: cache if use_cache else None},
         )
 
-    def _positions_of_part_a(
-        self, attention_mask: torch.Tensor | None, words: torch.Tensor, past_length: int
+    def _default_positions(
+        self, attention_mask: torch.Tensor | None, embeds: torch.Tensor, past_length: int
     ) -> torch.Tensor:
-        """Positions 0, 1, 2, ... of the tokens that are not padding, cached ones too: int [B, K]."""
-        rows, length, _ = words.shape
+        """Positions 0, 1, 2, ... of the tokens that are not padding, cached ones included: int [B, K]."""
+        batch_size, length, _ = embeds.shape
         if attention_mask is None or attention_mask.dim() != 2:
-            attention_mask = torch.ones(1, past_length + length, device=words.device).expand(rows, -1)
+            attention_mask = torch.ones(1, past_length + length, device=embeds.device).expand(batch_size, -1)
         limit = self.config.max_position + 1
         tokens = past_length + length if past_length + length <= limit else int(attention_mask.sum(-1).max())
         if tokens > limit:
@@ -380,7 +389,7 @@ class GLMForBlankInfilling(GLMWithVocabulary, GenerationMixin):
             **{_CACHE: getattr(outputs, _CACHE)},
         )
 
-    # Generation: new tokens keep the position of their blank and count block positions on.
+    # `generate` calls the methods below. A new token has the position of its blank and the next block position.
 
     def prepare_inputs_for_generation(
         self,
@@ -457,8 +466,12 @@ class GLMForSequenceClassification(GLMPreTrainedModel):
         output_hidden_states: bool | None = None,
         **kwargs,
     ) -> SequenceClassifierOutput:
-        """labels: int [B] (cross entropy), float [B] where num_labels is 1 (squared error), or float [B,
-        num_labels] (binary cross entropy of each)."""
+        """As GLMModel; in addition:
+
+        Args:
+            labels: int [B] (cross entropy), float [B] where num_labels is 1 (squared error), or float [B, num_labels]
+                (binary cross entropy of each label).
+        """
         outputs = self.glm(
             input_ids,
             attention_mask=attention_mask,
@@ -503,8 +516,8 @@ class GLMForMultipleChoice(GLMWithVocabulary):
         """
         Args:
             input_ids, attention_mask, position_ids, block_position_ids: int [B, C, S]; the choice is a span
-            of part B. choice_labels: int [B, C, S], the token each row predicts; -100 = not part of the
-            score. labels: int [B], the right choice.
+            of part B. choice_labels: int [B, C, S], the token that each position predicts; -100 = not in
+            the score. labels: int [B], the right choice.
         Returns: logits [B, C] in nats, and with labels the cross entropy over the choices.
         """
         flat = [
@@ -519,11 +532,10 @@ class GLMForMultipleChoice(GLMWithVocabulary):
             return_dict=True,
         )
         targets = choice_labels.flatten(0, 1)
-        rows = targets != -100
-        losses = F.cross_entropy(
-            self.lm_head(outputs.last_hidden_state[rows]).float(), targets[rows], reduction="none"
-        )
-        scores = torch.zeros_like(targets, dtype=losses.dtype).masked_scatter(rows, -losses).sum(-1)
+        is_scored = targets != -100
+        logits = self.lm_head(outputs.last_hidden_state[is_scored]).float()
+        losses = F.cross_entropy(logits, targets[is_scored], reduction="none")
+        scores = torch.zeros_like(targets, dtype=losses.dtype).masked_scatter(is_scored, -losses).sum(-1)
         scores = scores.view(input_ids.shape[:2])
         loss = None if labels is None else F.cross_entropy(scores, labels)
         return MultipleChoiceModelOutput(loss=loss, logits=scores)

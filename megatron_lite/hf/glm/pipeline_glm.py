@@ -1,6 +1,6 @@
 """`pipeline("blank-infilling", ...)` for GLM: texts with [MASK], [sMASK] or [gMASK] in, filled texts out.
 
-Blanks are filled in text order; later ones see earlier answers. Copied beside exported weights.
+Blanks are filled in text order; the model reads earlier spans when it fills a later one. Part of an export's code.
 """
 
 # transformers annotates its base classes more narrowly than it lets them be used.
@@ -33,28 +33,26 @@ class BlankInfillingPipeline(Pipeline):
         text, blanks = model_inputs["encoded"]["input_ids"], tokenizer.blank_token_ids
         ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
         spans: list[list[int]] = []
-        parts: list[list[int]] = [[]]
+        segments: list[list[int]] = [[]]
         for token in text[1:-1]:
             if token not in blanks:
-                parts[-1].append(token)
+                segments[-1].append(token)
                 continue
-            # Block positions end at max_position: a span that is cut there has none for its last token.
-            seen = [span[: self.model.config.max_position - 1] for span in spans]
-            inputs = tokenizer.build_inputs_for_generation(model_inputs["encoded"], [seen]).to(
-                self.model.device
-            )
-            written = self.model.generate(**inputs, **generate_options)[
-                0, inputs["input_ids"].shape[1] :
-            ].tolist()
-            end = next((i for i, new in enumerate(written) if new in ends), len(written))
-            spans.append(written[:end])
-            parts += [spans[-1], []]
+            # Block positions end at max_position: of a span of that length the last token has none.
+            context = [span[: self.model.config.max_position - 1] for span in spans]
+            inputs = tokenizer.build_inputs_for_generation(model_inputs["encoded"], [context])
+            inputs = inputs.to(self.model.device)
+            generated = self.model.generate(**inputs, **generate_options)
+            new_tokens = generated[0, inputs["input_ids"].shape[1] :].tolist()
+            end = next((i for i, new in enumerate(new_tokens) if new in ends), len(new_tokens))
+            spans.append(new_tokens[:end])
+            segments += [spans[-1], []]
         if not spans:
             raise ValueError("the text has no blank; mark at least one with [MASK], [sMASK] or [gMASK].")
-        return {"parts": parts}
+        return {"segments": segments}
 
     def postprocess(self, model_outputs: dict) -> dict:
         """Returns: the filled text, the spans as text, and the spans' token ids."""
-        parts = model_outputs["parts"]
-        texts = [self.tokenizer.decode(part) if part else "" for part in parts]
-        return {"filled": "".join(texts), "spans": texts[1::2], "span_ids": parts[1::2]}
+        segments = model_outputs["segments"]
+        texts = [self.tokenizer.decode(segment) if segment else "" for segment in segments]
+        return {"filled": "".join(texts), "spans": texts[1::2], "span_ids": segments[1::2]}

@@ -1,6 +1,6 @@
-"""Both positions of a token of GLM: in tables, or rotary (arXiv:2104.09864). Copied beside exported weights.
+"""Positions and block positions of GLM: embedding tables, or rotary (arXiv:2104.09864). Part of an export's code.
 
-Shapes: B batch, S new tokens, H heads, D hidden size, W features of a head that are turned.
+Shapes: B batch, S new tokens, K all tokens (cached and new), H heads, D hidden size, R rotated features of a head.
 """
 
 import torch
@@ -8,17 +8,17 @@ from torch import nn
 
 from .configuration_glm import GLMConfig
 
-Turns = tuple[torch.Tensor, torch.Tensor]  # cosine and sine of angles, fp32 [B, 1, S, W / 2]
+CosSin = tuple[torch.Tensor, torch.Tensor]  # of the rotation angles, fp32 [B, 1, S, R / 2]
 
 
 class GLMEmbedding(nn.Module):
-    """Embeddings of words, and of positions and block positions where they have a table, then dropout."""
+    """Word embeddings, plus those of positions and block positions where these have a table, then dropout."""
 
     def __init__(self, config: GLMConfig):
         super().__init__()
 
-        def table(is_there: bool) -> nn.Embedding | None:
-            return nn.Embedding(config.max_position + 1, config.hidden_size) if is_there else None
+        def table(is_used: bool) -> nn.Embedding | None:
+            return nn.Embedding(config.max_position + 1, config.hidden_size) if is_used else None
 
         has_tables = config.positions == "learned_blocks"
         self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -27,53 +27,64 @@ class GLMEmbedding(nn.Module):
         self.dropout = nn.Dropout(config.embedding_dropout)
 
     def forward(
-        self, words: torch.Tensor, position_ids: torch.Tensor, block_position_ids: torch.Tensor
+        self, embeds: torch.Tensor, position_ids: torch.Tensor, block_position_ids: torch.Tensor
     ) -> torch.Tensor:
-        """words: embedded tokens [B, S, D]."""
+        """Args: embeds: word embeddings [B, S, D]; position_ids, block_position_ids: int [B, S]."""
         if self.position_embeddings is not None:
-            words = words + self.position_embeddings(position_ids)
+            embeds = embeds + self.position_embeddings(position_ids)
         if self.block_position_embeddings is not None:
-            words = words + self.block_position_embeddings(block_position_ids)
-        return self.dropout(words)
+            embeds = embeds + self.block_position_embeddings(block_position_ids)
+        return self.dropout(embeds)
 
 
-def near_keys(
-    config: GLMConfig, visible: torch.Tensor | None, positions: torch.Tensor, of_keys: torch.Tensor | None
+def window_mask(
+    config: GLMConfig,
+    visible: torch.Tensor | None,
+    positions: torch.Tensor,
+    key_positions: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """The `visible` keys that local layers see: bool [B, 1, S, K].
+    """The `visible` keys that local layers attend to: bool [B, 1, S, K]; None = all.
 
-    Args: visible: bool [B, 1, S, K]; None = all. positions, of_keys: position ids, int [B, S] and [B, K].
+    Args: visible: bool [B, 1, S, K]; None = all. positions, key_positions: position ids, int [B, S] and [B, K].
     """
     if not config.attention_window:
         return visible
-    if of_keys is None:
+    if key_positions is None:
         raise ValueError("local layers need key_position_ids: the position ids of cached and new tokens.")
-    near = (positions[:, None, :, None] - of_keys[:, None, None]).abs() <= config.attention_window
+    distances = (positions[:, None, :, None] - key_positions[:, None, None]).abs()
+    near = distances <= config.attention_window
     return near if visible is None else near & visible
 
 
-def turns_of(config: GLMConfig, text: torch.Tensor, span: torch.Tensor, base: float) -> Turns | None:
-    """How rotary positions turn queries and keys; None where positions have tables.
+def rotary_cos_sin(
+    config: GLMConfig, position_ids: torch.Tensor, block_position_ids: torch.Tensor, base: float
+) -> CosSin | None:
+    """Cosine and sine of the angles by which queries and keys are rotated; None where positions have tables.
 
-    By the sum of both positions (block_positions: added), by the position alone (table, none), or half of the
-    features by each (halves). Args: text, span: both position ids, int [B, S]. base: of the wavelengths.
+    The angles follow from the sum of both position ids (block_positions: added), from position_ids alone (table, none),
+    or each rotates half of the features (halves). Args: position_ids, block_position_ids: int [B, S]. base: theta.
     """
     if config.positions != "rotary":
         return None
-    turning = {"added": [text + span], "halves": [text, span]}.get(config.block_positions, [text])
-    width = int(config.rotary_share * (config.hidden_size // config.num_attention_heads)) // len(turning)
-    exponents = torch.arange(0, width, 2, dtype=torch.float32, device=text.device) / width
-    waves = 1.0 / base**exponents
-    angles = torch.cat([positions[:, None, :, None].float() * waves for positions in turning], dim=-1)
+    rotating = {
+        "added": [position_ids + block_position_ids],
+        "halves": [position_ids, block_position_ids],
+    }.get(config.block_positions, [position_ids])
+    head_size = config.hidden_size // config.num_attention_heads
+    width = int(config.rotary_share * head_size) // len(rotating)
+    exponents = torch.arange(0, width, 2, dtype=torch.float32, device=position_ids.device) / width
+    frequencies = 1.0 / base**exponents
+    # fp32: half precision cannot hold the angles of long texts.
+    angles = torch.cat([ids[:, None, :, None].float() * frequencies for ids in rotating], dim=-1)
     return angles.cos(), angles.sin()
 
 
-def turned(heads: torch.Tensor, turns: Turns | None) -> torch.Tensor:
-    """[B, H, S, size of a head] -> the same with the pairs (0, 1), (2, 3), ... of the first W features turned."""
-    if turns is None:
+def apply_rotary(heads: torch.Tensor, cos_sin: CosSin | None) -> torch.Tensor:
+    """Rotate the pairs (0, 1), (2, 3), ... of the first R features. Args: heads: [B, H, S, head size]."""
+    if cos_sin is None:
         return heads
-    cos, sin = turns
-    width = 2 * cos.shape[-1]
-    even, odd = heads[..., :width].unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos_sin
+    rotated_size = 2 * cos.shape[-1]
+    even, odd = heads[..., :rotated_size].unflatten(-1, (-1, 2)).unbind(-1)
     pairs = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1)
-    return torch.cat([pairs.flatten(-2).to(heads.dtype), heads[..., width:]], dim=-1)
+    return torch.cat([pairs.flatten(-2).to(heads.dtype), heads[..., rotated_size:]], dim=-1)

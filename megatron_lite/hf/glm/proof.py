@@ -44,7 +44,7 @@ from megatron_lite.hf.glm.tokenizer_files import exported_tokenizer
 from megatron_lite.inference.filling import BlankFiller, blank_context
 from megatron_lite.model.attention_backends.layout import allowed
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.predictions import task_rows
+from megatron_lite.model.predictions import task_outputs
 from megatron_lite.model.transformer import GLM, MicroBatch
 
 _STEPS = 4  # tokens that are written for a blank
@@ -240,7 +240,7 @@ def training_classes(model: GLM, batch: np.ndarray) -> torch.Tensor:
     """Output of a task's head for each sequence's first token, fp32 [B, classes]."""
     states, _ = training_states(model, batch)
     first = torch.arange(len(batch))
-    return task_rows(model.heads, [states[:, 0]], first, model.final_layernorm, None).float()
+    return task_outputs(model.heads, [states[:, 0]], first, model.final_layernorm, None).float()
 
 
 @torch.no_grad()

@@ -1,10 +1,10 @@
 """The layout of the released GLM checkpoints: tensor names, the reference's model-parallel shards, its arithmetic.
 
-The names are those of the reference's state dictionary, on Hugging Face and in `mp_rank_XX_model_states.pt` alike. A
+Hugging Face directories and `mp_rank_XX_model_states.pt` have the tensor names of the reference's state dictionary. A
 shard holds a slice of the vocabulary, of the heads (Q, K and V one after the other within the slice) and of the inner
 FFN dimension; LayerNorms, position tables and the biases of row-parallel layers are whole in every shard.
 
-`reference_logits` computes the model from such shards, each with its own slice as the reference does. It shares no code
+`reference_logits` computes the model from such shards without merging them, as the reference does. It shares no code
 with our model, so that its logits can prove an import.
 """
 
@@ -21,14 +21,14 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.files.weights import Weights, from_state_dict, load_pickle
 
 WORDS = "word_embeddings.weight"
-# Our model settings and the names that the released configurations have for them.
+# Our model settings -> their names in a released config.json.
 SETTINGS = {
     "num_attention_heads": "num_attention_heads",
     "embedding_dropout": "embedding_dropout_prob",
     "attention_dropout": "attention_dropout_prob",
     "output_dropout": "output_dropout_prob",
 }
-# How the reference splits a tensor: dimension, and number of parts that are split one by one (Q, K, V).
+# How the reference shards a tensor: dimension, and number of blocks that are each sharded (3: Q, K, V).
 _SPLITS = {
     "word_embeddings.weight": (0, 1),
     "attention.query_key_value.weight": (0, 3),
@@ -48,6 +48,7 @@ def released_name(name: str) -> str:
 
 
 def our_name(name: str) -> str:
+    """Our parameter's name of a tensor in the released layout."""
     inner = name.removeprefix("transformer.")
     return inner if inner.startswith(("layers.", "final_layernorm.")) else f"embedding.{inner}"
 
@@ -57,7 +58,7 @@ def in_released_layout(weights: Weights) -> Weights:
 
 
 def without_prefix(weights: Weights, origin: Path) -> Weights:
-    """Tensors by the names of the bare model, without a prefix such as `glm.` or `module.`."""
+    """The tensors without a prefix of their names such as `glm.` or `module.`. Raises: CheckpointError."""
     prefixes = [name.removesuffix(WORDS) for name in weights.shapes if name.endswith(WORDS)]
     if len(prefixes) != 1:
         raise CheckpointError(
@@ -67,7 +68,7 @@ def without_prefix(weights: Weights, origin: Path) -> Weights:
 
 
 def is_released(weights: Weights) -> bool:
-    """Whether tensors bear the names of a released GLM."""
+    """Whether the tensors have the names of a released GLM."""
     return any(name.endswith("transformer.block_position_embeddings.weight") for name in weights.shapes)
 
 
@@ -127,10 +128,10 @@ def merged(shards: Sequence[Weights], origin: Path) -> Weights:
         slices = [shard.read(name) for shard in shards]
         split = _split_of(name)
         if split is not None:
-            dim, parts = split
-            # Each rank holds its heads of Q, then K, then V: they are joined part by part, not shard by shard.
-            by_part = zip(*(part.chunk(parts, dim) for part in slices), strict=True)
-            return torch.cat([torch.cat(part, dim) for part in by_part], dim)
+            dim, blocks = split
+            # Each rank holds its heads of Q, then K, then V: all of Q are joined first, then K, then V.
+            by_block = zip(*(tensor.chunk(blocks, dim) for tensor in slices), strict=True)
+            return torch.cat([torch.cat(shares, dim) for shares in by_block], dim)
         for rank, other in enumerate(slices):
             if not torch.equal(other, slices[0]):
                 raise CheckpointError(
@@ -159,7 +160,7 @@ def reference_logits(
     Args:
         shards: one Weights per model-parallel rank (one for a whole model), names without prefix.
         tokens, position_ids, block_position_ids: int [B, S].
-        visible: bool [B, S queries, S keys]; a row without any key attends to nothing.
+        visible: bool [B, S queries, S keys]; the attention output of a query without any key is 0.
     """
 
     def get(shard: Weights, name: str) -> torch.Tensor:
@@ -171,7 +172,6 @@ def reference_logits(
         weight, bias = get(first, f"{name}.weight"), get(first, f"{name}.bias")
         return F.layer_norm(x, x.shape[-1:], weight, bias, config.layernorm_epsilon)
 
-    # Written out apart from our model: this is the independent side of a proof, and holds one layer in memory.
     words = torch.cat([get(shard, WORDS) for shard in shards])
     hidden = words[tokens.long()]
     hidden = hidden + get(first, "transformer.position_embeddings.weight")[position_ids.long()]
@@ -181,22 +181,21 @@ def reference_logits(
     for i in range(config.num_layers):
         layer = f"transformer.layers.{i}"
         x = norm(hidden, f"{layer}.input_layernorm")
-        # On unmerged shards, so that a wrong cut of Q, K and V shows.
         attended = []
         for shard in shards:
             fused = f"{layer}.attention.query_key_value"
-            own = _attend(x, get(shard, f"{fused}.weight"), get(shard, f"{fused}.bias"), heads, bias)
-            attended.append(own @ get(shard, f"{layer}.attention.dense.weight").T)
+            out = _attend(x, get(shard, f"{fused}.weight"), get(shard, f"{fused}.bias"), heads, bias)
+            attended.append(out @ get(shard, f"{layer}.attention.dense.weight").T)
         hidden = hidden + sum(attended) + get(first, f"{layer}.attention.dense.bias")
         x = norm(hidden, f"{layer}.post_attention_layernorm")
-        widening = f"{layer}.mlp.dense_h_to_4h"
-        inner = [F.linear(x, get(s, f"{widening}.weight"), get(s, f"{widening}.bias")) for s in shards]
+        up = f"{layer}.mlp.dense_h_to_4h"
+        inner = [F.linear(x, get(s, f"{up}.weight"), get(s, f"{up}.bias")) for s in shards]
         approximate = "tanh" if config.activation == "gelu_tanh" else "none"
-        out = [
+        outputs = [
             F.gelu(y, approximate=approximate) @ get(s, f"{layer}.mlp.dense_4h_to_h.weight").T
             for y, s in zip(inner, shards, strict=True)
         ]
-        hidden = hidden + sum(out) + get(first, f"{layer}.mlp.dense_4h_to_h.bias")
+        hidden = hidden + sum(outputs) + get(first, f"{layer}.mlp.dense_4h_to_h.bias")
     return norm(hidden, "transformer.final_layernorm") @ words[: config.vocab_size].T
 
 
@@ -204,10 +203,11 @@ def _attend(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, heads: int, mask: torch.Tensor
 ) -> torch.Tensor:
     """Attention of one shard's heads, softmax written out: [B, S, D] -> [B, S, heads x head dim]."""
-    rows, length, _ = x.shape
+    batch_size, length, _ = x.shape
     q, k, v = (
-        part.view(rows, length, heads, -1).transpose(1, 2) for part in F.linear(x, weight, bias).chunk(3, -1)
+        block.view(batch_size, length, heads, -1).transpose(1, 2)
+        for block in F.linear(x, weight, bias).chunk(3, -1)
     )
     scores = q @ k.transpose(2, 3) / q.shape[-1] ** 0.5 + mask
-    shares = scores.softmax(-1).nan_to_num(0.0)  # rows that see nothing
-    return (shares @ v).transpose(1, 2).reshape(rows, length, -1)
+    probabilities = scores.softmax(-1).nan_to_num(0.0)  # NaN: a query without any key
+    return (probabilities @ v).transpose(1, 2).reshape(batch_size, length, -1)

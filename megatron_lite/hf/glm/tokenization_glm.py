@@ -1,9 +1,9 @@
-"""Tokenizers of GLM for transformers. Copied beside exported weights.
+"""Tokenizers of GLM for transformers. Part of an export's code.
 
 `GLMTokenizerFast` holds a WordPiece or byte-level BPE vocabulary (tokenizer.json),
 `GLMSentencePieceTokenizer` a SentencePiece model (tokenizer.model; needs the sentencepiece package). In both,
-[MASK], [sMASK] and [gMASK] in a text mark blanks, spaces in front of them are dropped (a predicted span
-brings its own), and a text is wrapped in [CLS] and the end-of-text token.
+[MASK], [sMASK] and [gMASK] in a text mark blanks. Spaces before a blank are dropped, since the predicted span begins
+with one. A text is wrapped in [CLS] and the end-of-text token.
 
 `build_inputs_for_generation`, `build_inputs_for_training` and `build_inputs_for_multiple_choice` append part
 B: sop and span for each blank, with the two position ids.
@@ -38,7 +38,7 @@ class GLMTokenizationMixin:
         return {self.mask_token_id, self.smask_token_id, self.gmask_token_id}
 
     def _mark_blanks(self, text):
-        """Blanks by the names this vocabulary has for them, without spaces before; in nested lists too."""
+        """The text with this vocabulary's names of blanks, without spaces before them; also in nested lists."""
         if isinstance(text, str):
             return _MARKER.sub(lambda match: str(getattr(self, MARKERS[match[1]])), text)
         if isinstance(text, (list, tuple)):
@@ -46,7 +46,7 @@ class GLMTokenizationMixin:
         return text
 
     def __getattr__(self, name):
-        """Tokens of roles that transformers has not: version 4 keeps them with the other options alone."""
+        """Tokens of roles that transformers does not know; version 4 keeps these in `init_kwargs` only."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -58,9 +58,8 @@ class GLMTokenizationMixin:
     def _encode_plus(self, text, text_pair=None, **kwargs) -> BatchEncoding:
         return super()._encode_plus(self._mark_blanks(text), text_pair=self._mark_blanks(text_pair), **kwargs)
 
-    def _batch_encode_plus(
-        self, batch_text_or_text_pairs, **kwargs
-    ) -> BatchEncoding:  # in version 4, of several texts
+    # Version 4 calls this for several texts; version 5 has one method.
+    def _batch_encode_plus(self, batch_text_or_text_pairs, **kwargs) -> BatchEncoding:
         return super()._batch_encode_plus(self._mark_blanks(batch_text_or_text_pairs), **kwargs)
 
     # Part B
@@ -73,15 +72,16 @@ class GLMTokenizationMixin:
         Args:
             encoded: what the tokenizer returned for the texts, padded or not.
             spans: for each text, the token ids that fill its first blanks; None = the first blank is next.
-        Returns: int64 tensors [B, S] input_ids (ending in sop), attention_mask, position_ids,
-        block_position_ids;
-            padded on the left.
+        Returns: int64 tensors [B, S], padded on the left: input_ids (ending in sop), attention_mask, position_ids,
+            block_position_ids.
         Raises: ValueError for a text without a blank that is left to fill.
         """
         texts = self._parts_a(encoded)
         spans = [[]] * len(texts) if spans is None else spans
-        rows = [self._row(text, filled, open_next=True) for text, filled in zip(texts, spans, strict=True)]
-        inputs = self._padded_rows(rows)
+        examples = [
+            self._example(text, filled, open_next=True) for text, filled in zip(texts, spans, strict=True)
+        ]
+        inputs = self._padded(examples)
         del inputs["labels"]
         return inputs
 
@@ -92,53 +92,52 @@ class GLMTokenizationMixin:
 
         Returns: as build_inputs_for_generation, and labels [B, S] (not shifted, -100 = no loss).
         """
-        rows = []
+        examples = []
         for text, strings in zip(self._parts_a(encoded), targets, strict=True):
             blanks = sum(token in self.blank_token_ids for token in text)
             if len(strings) != blanks:
                 raise ValueError(f"a text has {blanks} blanks but {len(strings)} targets; give one for each.")
-            rows.append(self._row(text, [self.encode(s, add_special_tokens=False) for s in strings]))
-        return self._padded_rows(rows)
+            spans = [self.encode(string, add_special_tokens=False) for string in strings]
+            examples.append(self._example(text, spans))
+        return self._padded(examples)
 
     def build_inputs_for_multiple_choice(
         self, encoded: BatchEncoding, choices: Sequence[Sequence[str]]
     ) -> BatchEncoding:
-        """Inputs that score each choice in the only blank of its text; every text has the same number of
-        choices.
+        """Inputs that score each choice in the only blank of its text. Every text has the same number of choices.
 
-        Returns: int64 tensors [B, C, S]: input_ids, attention_mask, position_ids, block_position_ids,
-        choice_labels.
+        Returns: int64 tensors [B, C, S]: input_ids, attention_mask, position_ids, block_position_ids, choice_labels.
         """
         texts = self._parts_a(encoded)
         if len(texts) != len(choices) or len({len(options) for options in choices}) != 1:
             raise ValueError("give one list of choices per text, all of one length.")
         flat = [(text, option) for text, options in zip(texts, choices, strict=True) for option in options]
-        rows = [self._row(text, [self.encode(option, add_special_tokens=False)]) for text, option in flat]
-        inputs = self._padded_rows(rows)
+        examples = [
+            self._example(text, [self.encode(option, add_special_tokens=False)]) for text, option in flat
+        ]
+        inputs = self._padded(examples)
         inputs["choice_labels"] = inputs.pop("labels")
         return BatchEncoding({name: x.view(len(texts), -1, x.shape[-1]) for name, x in inputs.items()})
 
     def _parts_a(self, encoded: BatchEncoding) -> list[list[int]]:
-        """Token ids of each text without padding; a text to be continued at its final [gMASK] has no end token."""
-        rows = [ids.tolist() if isinstance(ids, torch.Tensor) else ids for ids in encoded["input_ids"]]
+        """Token ids of each text without padding. A text whose final [gMASK] is to be continued has no end token."""
+        sequences = [ids.tolist() if isinstance(ids, torch.Tensor) else ids for ids in encoded["input_ids"]]
         masks = encoded.get("attention_mask")
-        if rows and isinstance(rows[0], int):
-            rows, masks = [rows], None if masks is None else [masks]
+        if sequences and isinstance(sequences[0], int):  # one text, not a list of texts
+            sequences, masks = [sequences], None if masks is None else [masks]
+        continued = [self.gmask_token_id, self.eos_token_id]
         texts = []
-        for i, row in enumerate(rows):
-            real = [True] * len(row) if masks is None else [bool(x) for x in masks[i]]
-            text = [token for token, keep in zip(row, real, strict=True) if keep]
-            is_open = self.gmask_token_id != self.mask_token_id and text[-2:] == [
-                self.gmask_token_id,
-                self.eos_token_id,
-            ]
+        for i, tokens in enumerate(sequences):
+            is_token = [True] * len(tokens) if masks is None else [bool(x) for x in masks[i]]
+            text = [token for token, keep in zip(tokens, is_token, strict=True) if keep]
+            is_open = self.gmask_token_id != self.mask_token_id and text[-2:] == continued
             texts.append(text[:-1] if is_open else text)
         return texts
 
-    def _row(
+    def _example(
         self, text: list[int], spans: Sequence[Sequence[int]], open_next: bool = False
     ) -> dict[str, list[int]]:
-        """Part A and the spans of its first blanks; `open_next`: then sop for the blank after them."""
+        """Part A, and the spans of its first blanks as part B. Args: open_next: end in sop, for the next blank."""
         if len(text) > self.model_max_length:
             raise ValueError(
                 f"a text has {len(text)} tokens with [CLS] and the end, but the model has positions for "
@@ -147,31 +146,32 @@ class GLMTokenizationMixin:
         blanks = [position for position, token in enumerate(text) if token in self.blank_token_ids]
         if len(spans) + open_next > len(blanks):
             raise ValueError(f"a text has {len(blanks)} blanks; mark more with [MASK], [sMASK] or [gMASK].")
-        row = {
+        example = {
             "input_ids": list(text),
             "position_ids": list(range(len(text))),
             "block_position_ids": [0] * len(text),
             "labels": [NO_LABEL] * len(text),
         }
-        parts = [[self.sop_token_id, *span] for span in spans] + [[self.sop_token_id]] * open_next
-        for part, blank in zip(parts, blanks, strict=False):
-            row["input_ids"] += part
-            row["position_ids"] += [blank] * len(part)
-            row["block_position_ids"] += range(1, len(part) + 1)
-            row["labels"] += [*part[1:], self.eop_token_id]
-        return row
+        inputs = [[self.sop_token_id, *span] for span in spans] + [[self.sop_token_id]] * open_next
+        for tokens, blank in zip(inputs, blanks, strict=False):
+            example["input_ids"] += tokens
+            example["position_ids"] += [blank] * len(tokens)
+            example["block_position_ids"] += range(1, len(tokens) + 1)
+            example["labels"] += [*tokens[1:], self.eop_token_id]
+        return example
 
-    def _padded_rows(self, rows: list[dict[str, list[int]]]) -> BatchEncoding:
+    def _padded(self, examples: list[dict[str, list[int]]]) -> BatchEncoding:
+        """Tensors [B, S] of the examples, padded on the left, and their attention_mask."""
         fill = {
             "input_ids": self.pad_token_id,
             "position_ids": 0,
             "block_position_ids": 0,
             "labels": NO_LABEL,
         }
-        lengths = [len(row["input_ids"]) for row in rows]
+        lengths = [len(example["input_ids"]) for example in examples]
         longest = max(lengths)
         inputs = {
-            name: torch.tensor([[value] * (longest - len(row[name])) + row[name] for row in rows])
+            name: torch.tensor([[value] * (longest - len(each[name])) + each[name] for each in examples])
             for name, value in fill.items()
         }
         inputs["attention_mask"] = torch.tensor([[0] * (longest - n) + [1] * n for n in lengths])
@@ -217,7 +217,7 @@ class GLMSentencePieceTokenizer(GLMTokenizationMixin, PreTrainedTokenizer):
         return self._model.id_to_piece(index) if index < self.vocab_size else f"[reserved {index}]"
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        parts: list[str] = []
+        texts: list[str] = []
         pieces: list[str] = []
         for token in [*tokens, None]:
             if token is not None and token not in self.added_tokens_encoder:
@@ -225,11 +225,11 @@ class GLMSentencePieceTokenizer(GLMTokenizationMixin, PreTrainedTokenizer):
                 continue
             if pieces:
                 # The library drops the leading space, which is right only at the start of a text.
-                lost_space = " " if parts and pieces[0].startswith("▁") else ""
-                parts.append(lost_space + self._model.decode_pieces(pieces))
+                lost_space = " " if texts and pieces[0].startswith("▁") else ""
+                texts.append(lost_space + self._model.decode_pieces(pieces))
                 pieces = []
-            parts.append(token or "")
-        return "".join(parts)
+            texts.append(token or "")
+        return "".join(texts)
 
     def build_inputs_with_special_tokens(
         self, token_ids_0: list[int], token_ids_1: list[int] | None = None

@@ -1,12 +1,11 @@
-"""The tokenizer of a run as files for transformers, with the proof that both give the same ids.
+"""Writes the tokenizer of a GLM run for transformers, and proves that both give the same ids.
 
-The original files are copied to `training_tokenizer/`, so that a run that continues from the export has a tokenizer
-with the fingerprint its corpora were built with.
+The original files are copied to `training_tokenizer/`: a run that continues from the export needs a tokenizer with the
+fingerprint that its corpora record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ from typing import Any
 import tokenizers
 from tokenizers import processors
 
-from data_utils.common.errors import CheckpointError, DataError
-from data_utils.tokenizers.library_tokenizer import HIDDEN, HuggingFaceTokenizer
+from data_utils.common.errors import CheckpointError
+from data_utils.tokenizers.library_tokenizer import HuggingFaceTokenizer, special_token
 from data_utils.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig, read_files
 from megatron_lite.hf.files.tokenizer_proof import TokenizerProof, awkward_texts
@@ -101,18 +100,14 @@ def prove_tokenizer(tokenizer: Tokenizer, directory: Path) -> TokenizerProof:
     return TokenizerProof(type(exported).__name__, len(texts), 0, 0, None)
 
 
-def special_token(name: str) -> tokenizers.AddedToken:
-    """A special token as it is written in a text: found before normalisation, spaces around it kept."""
-    return tokenizers.AddedToken(name, special=True, normalized=False)
-
-
 def _special_ids(tokenizer: Tokenizer) -> set[int]:
     return set(asdict(tokenizer.special).values())
 
 
 def _glm_backend(tokenizer: HuggingFaceTokenizer) -> tokenizers.Tokenizer:
     """The training tokenizer, changed to find special tokens in texts and to put [CLS] and eos around them."""
-    backend = visible_backend(tokenizer, {i: tokenizer.special_names[i] for i in _special_ids(tokenizer)})
+    names = {token_id: tokenizer.special_names[token_id] for token_id in _special_ids(tokenizer)}
+    backend = tokenizer.with_visible_specials(names)
     special = tokenizer.special
     cls, eos = tokenizer.special_names[special.cls], tokenizer.special_names[special.eos]
     backend.post_processor = processors.TemplateProcessing(
@@ -120,16 +115,4 @@ def _glm_backend(tokenizer: HuggingFaceTokenizer) -> tokenizers.Tokenizer:
         pair=[cls, "$A", "$B", eos],
         special_tokens=[(cls, special.cls), (eos, special.eos)],
     )
-    return backend
-
-
-def visible_backend(tokenizer: HuggingFaceTokenizer, names: Mapping[int, str]) -> tokenizers.Tokenizer:
-    """The training tokenizer, changed to find special tokens in texts. Args: names: theirs by id."""
-    backend = tokenizers.Tokenizer.from_str(tokenizer._backend.to_str().replace(HIDDEN, ""))
-    backend.add_special_tokens([special_token(name) for _, name in sorted(names.items())])
-    for i, name in names.items():
-        if backend.token_to_id(name) != i:
-            raise DataError(
-                f"{tokenizer.config.path}: {name!r} has id {i} but would load as {backend.token_to_id(name)}."
-            )
     return backend

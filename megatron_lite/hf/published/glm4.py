@@ -1,4 +1,4 @@
-"""The table of GLM-4, and the rules and fields that it shares with Llama: see systems.py."""
+"""The table of GLM-4, and the rules and fields that it shares with Llama (see system_table.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_lite.hf.files.system_table import (
     PublishedSystem,
     TensorRule,
     WeightTransform,
-    numbered,
+    prefixed,
 )
 
 
@@ -46,7 +46,7 @@ def decoder_rules(
     ]
     return (
         TensorRule("embedding.word_embeddings", ("model.embed_tokens",)),
-        *numbered(block, "layers.{i}.", "model.layers.{i}."),
+        *prefixed(block, "layers.{i}.", "model.layers.{i}."),
         TensorRule("final_layernorm", ("model.norm",)),
         TensorRule("heads.vocabulary", ("lm_head",)),
     )

@@ -1,4 +1,4 @@
-"""The tables of Llama, Mistral, Qwen and EuroBERT: see systems.py.
+"""The tables of Llama, Mistral, Qwen and EuroBERT (see system_table.py).
 
 Their rotary embedding pairs feature j with j + d/2 ("rotate_half"), ours 2j with 2j + 1, so the output features of
 queries and keys are reordered (ROTATE_HALF).

@@ -1,4 +1,4 @@
-"""The tables of ModernBERT and of Ettin's decoder: see systems.py."""
+"""The tables of ModernBERT and of Ettin's decoder (see system_table.py)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatron_lite.hf.files.system_table import (
     FormerField,
     PublishedSystem,
     TensorRule,
-    numbered,
+    prefixed,
 )
 
 
 def _rules(attention: TensorRule, head: str) -> tuple[TensorRule, ...]:
-    """Args: attention: of queries, keys and values. head: their module before the output projection."""
+    """The rules of both. Args: attention: of queries, keys and values. head: their head_transform."""
     block = [
         TensorRule("input_layernorm", ("attn_norm",)),
         attention,
@@ -32,7 +32,7 @@ def _rules(attention: TensorRule, head: str) -> tuple[TensorRule, ...]:
     return (
         TensorRule("embedding.word_embeddings", ("model.embeddings.tok_embeddings",)),
         TensorRule("embedding.layernorm", ("model.embeddings.norm",)),
-        *numbered(block, "layers.{i}.", "model.layers.{i}."),
+        *prefixed(block, "layers.{i}.", "model.layers.{i}."),
         TensorRule("final_layernorm", ("model.final_norm",)),
         TensorRule("heads.projection.dense", (f"{head}.dense",)),
         TensorRule("heads.projection.layernorm", (f"{head}.norm",)),
@@ -44,18 +44,20 @@ def _layer_types(every: int, layers: int) -> list[str]:
     return ["sliding_attention" if layer % every else "full_attention" for layer in range(layers)]
 
 
-def _global_every(kinds: Any, config: Any) -> int | None:
-    """n, where layers 0, n, 2n, ... are global; None = they are others. Short stacks take the number of older files."""
+def _global_every(layer_types: Any, config: Any) -> int | None:
+    """n, if layers 0, n, 2n, ... are global and no others are; None if there is no such n."""
+    # In a stack of few layers several n fit: the field of older files decides.
     named = getattr(config, "global_attn_every_n_layers", None) or 3
-    found = (
-        every for every in (named, *range(2, 1 + len(kinds))) if _layer_types(every, len(kinds)) == kinds
+    layers = len(layer_types)
+    fitting = (
+        every for every in (named, *range(2, 1 + layers)) if _layer_types(every, layers) == layer_types
     )
-    return next(found, None)
+    return next(fitting, None)
 
 
-def _window(others: int) -> Any:
-    """Half of their window less the others that the half counts."""
-    return lambda value, _: value // 2 - others if isinstance(value, int) else None
+def _window(counted: int) -> Any:
+    """Reads local_attention, twice the window. Args: counted: tokens of each half that our window does not count."""
+    return lambda value, _: value // 2 - counted if isinstance(value, int) else None
 
 
 _QKV = "attention.query_key_value"

@@ -1,8 +1,8 @@
-"""The table of NeoBERT, with the names of its repository: see systems.py. Transformers has no class for it.
+"""The table of NeoBERT, with the names of its repository (see system_table.py). Transformers has no class for it.
 
-Its blocks are Llama's, seen both ways. Rotary positions turn pairs, as ours. Queries, keys and values of a head stand
-together. A gated FFN has two thirds of `intermediate_size`, rounded up to a multiple of 8, and `max_length` counts
-positions.
+Its blocks are Llama's, with bidirectional attention. Rotary positions rotate adjacent pairs, as ours do. The rows of
+the fused projection are in order of heads, each with its query, key and value. The gated FFN has two thirds of
+`intermediate_size`, rounded up to a multiple of 8, and `max_length` is the number of positions.
 
 Source: chandar-lab/NeoBERT, neobert.model, and the code published with the weights.
 """
@@ -18,16 +18,16 @@ from megatron_lite.hf.files.system_table import (
     PublishedSystem,
     TensorRule,
     WeightTransform,
-    numbered,
+    prefixed,
 )
 
 _CLASSES = {"AutoConfig": "NeoBERTConfig", "AutoModel": "NeoBERT", "AutoModelForMaskedLM": "NeoBERTLMHead"}
 
 
 class NeoBertConfig(PretrainedConfig):
-    """Its config.json. Args: positions, ffn_width: what follows from max_length and from intermediate_size.
+    """The config.json. Args: positions, ffn_width: replace max_length and intermediate_size, from which they follow.
 
-    A transformers class has no attribute `max_length`, which is a setting of generation there.
+    transformers takes `max_length` for a setting of generation and removes it, hence `positions`.
     """
 
     model_type = "neobert"
@@ -58,7 +58,7 @@ def _width(intermediate_size: int) -> int:
 
 
 CONFIG_MAPPING.register(NeoBertConfig.model_type, NeoBertConfig, exist_ok=True)
-# [H, 3, d] rows of theirs, [3, H, d] of ours.
+# Their matrix rows are [H, 3, d], ours [3, H, d].
 _BY_HEAD = WeightTransform(
     lambda x, config: x.unflatten(0, (config.num_attention_heads, 3, -1)).transpose(0, 1).flatten(0, 2),
     lambda x, config: x.unflatten(0, (3, config.num_attention_heads, -1)).transpose(0, 1).flatten(0, 2),
@@ -73,7 +73,7 @@ NEOBERT = PublishedSystem(
     model_type="neobert", prefix="model.",
     rules=(
         TensorRule("embedding.word_embeddings", ("model.encoder",)),
-        *numbered(_BLOCK, "layers.{i}.", "model.transformer_encoder.{i}."),
+        *prefixed(_BLOCK, "layers.{i}.", "model.transformer_encoder.{i}."),
         TensorRule("final_layernorm", ("model.layer_norm",)), TensorRule("heads.vocabulary", ("decoder",)),
         TensorRule("heads", ("decoder",)),
     ),

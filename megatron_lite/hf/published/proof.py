@@ -47,7 +47,7 @@ from megatron_lite.hf.published.source import PublishedSource, load_class
 from megatron_lite.hf.published.systems import published_system
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.micro_batch import prepare
-from megatron_lite.model.predictions import task_rows
+from megatron_lite.model.predictions import task_outputs
 from megatron_lite.model.transformer import GLM
 
 log = logging.getLogger(__name__)
@@ -268,7 +268,9 @@ def _task_question(theirs: torch.nn.Module, config: ModelConfig, batch: np.ndarr
 
     def compute(model: GLM) -> torch.Tensor:
         hidden, _ = our_output(model, batch, has_task_rows=True)
-        return task_rows(model.heads, [hidden.flatten(0, 1)], positions, model.final_layernorm, None).float()
+        return task_outputs(
+            model.heads, [hidden.flatten(0, 1)], positions, model.final_layernorm, None
+        ).float()
 
     return Question("head", expected, compute)
 

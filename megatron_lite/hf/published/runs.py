@@ -33,7 +33,9 @@ from megatron_lite.hf.files.config_json import write_config
 from megatron_lite.hf.files.first_checkpoint import write_imported_run
 from megatron_lite.hf.files.lora import merged, split_updates, without_updates
 from megatron_lite.hf.files.model_card import published_card
+from megatron_lite.hf.files.proof_report import Report
 from megatron_lite.hf.files.system_table import PublishedSystem
+from megatron_lite.hf.files.tokenizer_proof import prove_exported
 from megatron_lite.hf.files.weights import (
     DTYPES,
     METADATA,
@@ -299,6 +301,21 @@ def stack_of(run: OpenRun, weights: Weights) -> Stack:
         lora=run.config.model.lora,
         updates=updates,
     )
+
+
+def prove_published(run: OpenRun, directory: Path, class_name: str, dtype: str, tolerance: float) -> Report:
+    """Compare a run with what write_published wrote. Raises: CheckpointError unless both compute the same.
+
+    Args: dtype: of the written weights; the run's weights are rounded to it.
+    """
+    template = trained_template(run)
+    start = None if template is None else next(iter(template.start), None)
+    tokenizers = {"tokenizer": prove_exported(run.tokenizer, directory).as_record()}
+
+    def ask_class(computed: torch.dtype) -> list[proof.Question]:
+        return ask(directory, class_name, run.config.model, start, computed)
+
+    return Report(proof.prove_export(ask_class, run, dtype, tolerance), tolerance, tokenizers)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Maps the tensors of a published system to ours and back, by the rules of its table (systems.py).
+"""Maps the tensors of a published system to ours and back, by the rules of its table (system_table.py).
 
     tensor_mappings   expands the rules (layers.{i}) into one TensorMapping for each tensor of the files
     to_ours           reads their tensors under our names: Q, K and V are joined, rotary features reordered, ...

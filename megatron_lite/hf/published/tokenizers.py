@@ -17,7 +17,6 @@ from data_utils.tokenizers.library_tokenizer import HuggingFaceTokenizer
 from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer, read_files
 from megatron_lite.hf.files.tokenizer_proof import compare, encoded, load_theirs, tokenizer_proof
 from megatron_lite.hf.files.weights import read_json, write_json
-from megatron_lite.hf.glm.tokenizer_files import visible_backend
 from megatron_lite.hf.published.systems import SYSTEMS_BY_NAME
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -39,9 +38,7 @@ _FILES = (
     "tokenizer.json", TOKENIZER_CONFIG, "special_tokens_map.json", "vocab.txt", "vocab.json", "merges.txt",
     *_SENTENCEPIECE_FILES, "added_tokens.json", "chat_template.jinja", _GENERATION,
 )  # fmt: skip
-CONVERTED = (
-    "tokenizer"  # directory in the imported files: a tokenizer.json of what transformers makes of the others
-)
+CONVERTED = "tokenizer"  # directory of the imported files: the other files as transformers' tokenizer.json
 
 
 def copy_tokenizer_files(source: Path, directory: Path) -> None:
@@ -218,7 +215,7 @@ def _write_general(
     The run's files stay next to it where they have other names, so that an import finds the tokenizer of the corpora.
     """
     special_names = {i: name for i, name in tokenizer.special_names.items() if i < tokenizer.num_tokens}
-    backend = visible_backend(tokenizer, special_names)
+    backend = tokenizer.with_visible_specials(special_names)
     before, after = ([special_names[i] for i in ids] for ids in affixes)
     last = [f"{name}:2" for name in after[1:]]
     backend.post_processor = processors.TemplateProcessing(

@@ -19,8 +19,8 @@ from megatron_lite.config.tree import Config
 from megatron_lite.hf.published.systems import SYSTEMS_BY_NAME
 
 STEPS = 1000
-LONGEST = 2048  # positions: rotary models hold far more than a first run on their weights can pay
-MICRO_BATCH_TOKENS = 4096  # of text: the usual batch, 8 x 512
+LONGEST = 2048  # positions: rotary models have many more, but longer samples make a first run slow
+MICRO_BATCH_TOKENS = 4096  # the default batch: 8 samples of 512 tokens
 # Objectives of systems that are neither causal nor plain masked language models.
 _OBJECTIVES = {
     "albert": "albert", "ernie": "ernie", "ernie2": "ernie", "spanbert": "spanbert", "unilm": "unilm",
@@ -32,7 +32,7 @@ _RECIPES: dict[str, dict[str, Any]] = {
     "neobert": {"masked_ratio": 0.2, "mask_token_prob": 1.0, "random_token_prob": 0.0},
     "bart": {"predict_cls": True},
 }
-# Objective -> its switch of the labels that a head on CLS learns.
+# Objective -> its setting that turns on the labels of the head on CLS.
 _SENTENCE_LABELS = {
     "masked_lm": "next_sentence", "ernie": "next_sentence", "unilm": "next_sentence", "albert": "sentence_order",
 }  # fmt: skip
@@ -63,7 +63,8 @@ def with_sizes(path: Path, model: Mapping[str, Any], tree: Mapping[str, Any]) ->
     Raises: ConfigError for a length that the positions do not hold.
     """
     tree = merge({"training": {"steps": STEPS}}, tree)
-    config = build(Config, merge(tree, {"model": {"max_position": 1 << 30}}))  # passes every other check
+    # Without a limit on positions, so that every other mistake is reported before the length is chosen.
+    config = build(Config, merge(tree, {"model": {"max_position": 1 << 30}}))
     length = _length(path, model.get("max_position"), config, tree)
     sizes: dict[str, Any] = {"data": {"sequence_length": length}}
     batch = tree.get("batch") or {}

@@ -1,4 +1,4 @@
-"""The table of XLNet: see systems.py.
+"""The table of XLNet (see system_table.py).
 
 `mem_len` and `reuse_len` are kept with the rest of config.json; segment_memory.py reads a text in segments as the class
 does.
@@ -15,7 +15,7 @@ from megatron_lite.hf.files.system_table import (
     ConfigField,
     PublishedSystem,
     TensorRule,
-    numbered,
+    prefixed,
 )
 
 _ATTENTION = [
@@ -39,8 +39,8 @@ XLNET = PublishedSystem(
     rules=(
         TensorRule("embedding.word_embeddings", ("transformer.word_embedding",)),
         TensorRule("embedding.query_vector", ("transformer.mask_emb",), FLATTENED, is_tensor=True),
-        *numbered(_ATTENTION, "layers.{i}.attention.", "transformer.layer.{i}.rel_attn."),
-        *numbered(_BLOCK, "layers.{i}.", "transformer.layer.{i}."), TensorRule("heads", ("lm_loss",)),
+        *prefixed(_ATTENTION, "layers.{i}.attention.", "transformer.layer.{i}.rel_attn."),
+        *prefixed(_BLOCK, "layers.{i}.", "transformer.layer.{i}."), TensorRule("heads", ("lm_loss",)),
     ),
     fields=(
         ConfigField("vocab_size", "vocab_size"),

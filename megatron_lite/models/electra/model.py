@@ -140,7 +140,7 @@ class Electra(TrainedModel):
     def end_evaluation(self) -> None:
         """The counts wait for `measures`."""
 
-    def forward(self, batch: MicroBatch, *, answers: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, batch: MicroBatch, *, predict: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum of both losses (fp32 scalar, nats); without gradient, fp32 [losses, 2]: sum and weight of each."""
         positions = batch.loss_positions.tokens
         # Two losses with a divisor each: the generator's at the K masked positions, the discriminator's at all T

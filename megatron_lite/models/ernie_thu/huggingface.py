@@ -31,7 +31,7 @@ from megatron_lite.config.tree import Config
 from megatron_lite.hf.files.config_json import CONFIG_JSON, Rate, Size, check_sizes
 from megatron_lite.hf.files.first_checkpoint import write_imported_run
 from megatron_lite.hf.files.model_card import ORIGINS, write_card
-from megatron_lite.hf.files.system_table import TensorRule, numbered
+from megatron_lite.hf.files.system_table import TensorRule, prefixed
 from megatron_lite.hf.files.weights import (
     DTYPES,
     Weights,
@@ -74,7 +74,7 @@ SYSTEM = replace(
     BERT,
     rules=(
         *BERT.rules,
-        *numbered(_ENTITIES, "layers.{i}.", "bert.encoder.layer.{i}."),
+        *prefixed(_ENTITIES, "layers.{i}.", "bert.encoder.layer.{i}."),
         TensorRule("entity_head.dense", (f"{_HEAD}.dense",)),
         TensorRule("entity_head.layernorm", (f"{_HEAD}.LayerNorm",)),
     ),

@@ -191,11 +191,11 @@ class EntityTransformer(GLM):
         # No layer reads the last entity states. The empty sum makes the gradient of their weights zero instead of None.
         return materialize(x) + states[:0].sum()
 
-    def forward(self, batch: MicroBatch, *, answers: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, batch: MicroBatch, *, predict: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum of the losses (fp32 scalar, nats); without gradient, fp32 [losses, 2]: sum and weight of each."""
         mentions = batch.extra_inputs
         if not isinstance(mentions, Mentions):
-            return super().forward(batch, answers=answers)
+            return super().forward(batch, predict=predict)
         hidden = self.run(batch.tokens, batch.ids, batch.plan, batch.dropout, condition=mentions)
         loss, sums = self._token_loss(hidden, batch)
         wrong = F.cross_entropy(

@@ -12,7 +12,7 @@ import torch
 
 from data_utils.common.errors import DataError
 from megatron_lite.model.micro_batch import MicroBatch
-from megatron_lite.model.trained_model import usual_measures
+from megatron_lite.model.trained_model import loss_measures
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.gather import gather_arrays
 
@@ -83,7 +83,7 @@ class LatentMetrics:
         if len(rows) < 2 or not rows.isfinite().all():  # nothing to compare
             return {}
         return {
-            **usual_measures(loss * len(rows) / tokens),
+            **loss_measures(loss * len(rows) / tokens),
             "mutual_information": mutual_information(mu, logvar, z),
             "active_units": float(active_units(mu).sum()),
         }

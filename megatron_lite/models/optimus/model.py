@@ -149,7 +149,7 @@ class Optimus(TrainedModel):
     def measures(self, context: ParallelContext, loss: float) -> dict[str, float]:
         return self._metrics.summary(context, loss)
 
-    def forward(self, batch: MicroBatch, *, answers: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, batch: MicroBatch, *, predict: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum of the sentences' losses (fp32 scalar, nats); without gradient, fp32 [losses, 2]: sum and weight of each.
 
         Reported are the reconstruction and the divergence itself, without beta and free bits.

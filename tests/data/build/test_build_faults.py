@@ -235,7 +235,7 @@ def test_a_kill_of_any_process_at_a_random_moment(tmp_path, input_path, seed):
     assert files_only(tmp_path / "out") == expected
 
 
-def test_an_interrupted_build_goes_on_with_the_missing_shards(tmp_path, input_path):
+def test_an_interrupted_build_continues_with_the_missing_shards(tmp_path, input_path):
     process = start(input_path, tmp_path / "out/c")
     wait_until(lambda: finished_shards(tmp_path / "out/c") >= 2)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does

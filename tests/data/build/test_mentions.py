@@ -203,7 +203,7 @@ def test_options_that_do_not_go_together(made, tmp_path):
         build_corpus(BuildConfig(inputs=[str(path)], output=str(tmp_path / "o"), **given), ByteTokenizer)
 
 
-def test_capitals_are_those_of_the_text_on_the_first_token_of_each_word(corpus, tmp_path):
+def test_capitals_match_the_text_on_the_first_token_of_each_word(corpus, tmp_path):
     """The vocabulary has lost them; unknown words have them too, numbers and punctuation none."""
     path, text = tmp_path / "text.txt", "Word1 word2, (WORD3) Étoile 7up xWord4 ."
     path.write_text(f"{text}\n", encoding="utf-8")

@@ -20,7 +20,7 @@ def statistics_of(documents, **options):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_lengths_and_duplicates_are_those_of_a_count(seed):
+def test_lengths_and_duplicates_match_a_count(seed):
     rng = np.random.default_rng(seed)
     pool = [tuple(rng.integers(0, 3, rng.integers(1, 9)).tolist()) for _ in range(900)]
     documents = [pool[place] for place in rng.integers(0, len(pool), 3000)]
@@ -64,7 +64,7 @@ def test_good_documents_are_not_warned_of(tmp_path):
     assert "; 0.0 % are exact duplicates" in "\n".join(report.lines()) and not list(report.warnings())
 
 
-def test_whole_text_files_are_told(tmp_path):
+def test_whole_text_files_are_reported(tmp_path):
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text("one\n\ntwo\n")
     (tmp_path / "c.jsonl").write_text(to_jsonl(["three"]))

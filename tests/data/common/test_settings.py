@@ -234,7 +234,7 @@ def test_what_is_no_yaml_is_named_with_file_and_line(tmp_path, text, line, messa
     assert f"{path}:{line} is not valid YAML: " in str(error.value) and "\n" not in str(error.value)
 
 
-def test_the_lines_of_a_file_are_those_of_its_keys(tmp_path):
+def test_the_lines_of_a_file_match_its_keys(tmp_path):
     path = tmp_path / "good.yaml"
     path.write_text("# a comment\nsize: 1\ninner:\n  count: 2\nitems:\n- name: a\n  weight: 1\n- {name: b}\n")
     lines = {"size": 2, "inner": 3, "inner.count": 4, "items": 5, "items[0]": 6, "items[0].name": 6}
@@ -343,7 +343,7 @@ def test_a_hostile_file_is_one_short_line(tmp_path, name):
         ("0", 0), ("-3", -3), ("1.5e+3", 1500.0), (".5", 0.5), ("0.10", 0.1),
     ],
 )  # fmt: skip
-def test_plain_words_are_those_of_yaml_1_2(tmp_path, text, value):
+def test_plain_words_match_yaml_1_2(tmp_path, text, value):
     """1.1 reads 90 for 1:30, a date, and true for on."""
     (tmp_path / "a.yaml").write_text(f"x: {text}\n")
     tree = load_yaml(tmp_path / "a.yaml")
@@ -554,7 +554,7 @@ def test_an_inline_section_has_no_name_of_another_key():
         build(Twice, {})
 
 
-def test_an_empty_mapping_takes_the_place_of_what_files_set():
+def test_an_empty_mapping_replaces_what_files_set():
     """Otherwise an override could add to a mapping, but take nothing away."""
     tree = {"objectives": {"blank_infilling": 1}, "inner": {"a": 1, "b": 2}, "other": {"c": 3}}
     for text in ("objectives={}", "objectives.masked_lm=1", "inner={a: 5}", "other={}"):

@@ -115,7 +115,7 @@ def test_each_sequence_is_a_document_on_demand(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.uint16, np.int32, np.int64])
-def test_every_kind_of_number(tmp_path, dtype):
+def test_every_type_of_number(tmp_path, dtype):
     write_theirs(tmp_path / "d", [[5, 6], [7]], dtype=dtype)
     assert_ours_reads(tmp_path / "d", [[5, 6], [7]])
 

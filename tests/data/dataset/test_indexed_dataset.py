@@ -163,7 +163,7 @@ def test_a_full_disk_is_one_error(tmp_path):
     assert names(tmp_path) == []
 
 
-def test_an_unwritable_place_is_one_error(tmp_path):
+def test_an_unwritable_path_is_one_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot be written"):
         IndexedDatasetWriter(tmp_path / "file" / "d", 100)

@@ -41,7 +41,7 @@ def mixture(corpora, *names):
     return Mixture(datasets, seed=7)
 
 
-def test_tokens_and_epochs_are_those_of_the_samples(corpora):
+def test_tokens_and_epochs_match_the_samples(corpora):
     mixed = mixture(corpora, "a", "b")
     corpus, _, windows = mixed.locate(np.arange(5000))
     tokens = sum(len(mixed.indexes[c].gather(np.array([w]))[0]) for c, w in zip(corpus, windows, strict=True))
@@ -105,7 +105,7 @@ def test_one_data_set_under_two_names_is_warned_of(corpus, tmp_path):
     assert f"the same tokens twice, as {corpus / 'corpus_train'} and {copy}" in warning
 
 
-def test_each_phase_is_told_as_it_is_dealt(corpora):
+def test_each_phase_is_reported_as_it_is_dealt(corpora):
     first = mixture(corpora, "a", "b")
     mixtures = [first, first.following(3000, [1, 0])]
     located = [first.locate(np.arange(3000)), mixtures[1].locate(np.arange(3000, 5000))]
@@ -122,7 +122,7 @@ def test_each_phase_is_told_as_it_is_dealt(corpora):
     ]
 
 
-def test_phases_of_several_lengths_are_told_as_they_are_read(corpora, tmp_path):
+def test_phases_of_several_lengths_are_reported_as_they_are_read(corpora, tmp_path):
     """Short phases leave most of an epoch's windows unread. A dry run of the whole configuration says the same."""
     tree = small_run(corpora, tmp_path / "run")
     tree.pop("tokenizer")

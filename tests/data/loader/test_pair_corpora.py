@@ -164,7 +164,7 @@ def test_labels_and_objectives_of_any_part_are_near_their_shares(corpus, pairs):
     assert (np.abs(labels - total * shares) < 3 * np.sqrt(total * shares * (1 - shares))).all()
 
 
-def test_phases_go_on_where_the_one_before_ended(corpus, pairs):
+def test_phases_continue_where_the_one_before_ended(corpus, pairs):
     """Pairs join late, change their share, and are alone in the end: no pair is read again before all others were."""
     phases = [
         {"samples": 400, "objectives": {"masked_lm": 1}},

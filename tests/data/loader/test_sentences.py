@@ -131,7 +131,7 @@ def test_an_epoch_has_each_sentence_once_and_is_shuffled(tmp_path):
     assert alone == epochs[0]  # a row is a function of its number
 
 
-def test_mixed_corpora_keep_their_places(tmp_path):
+def test_mixed_corpora_keep_their_positions(tmp_path):
     """Rows of two pairs of datasets in one batch."""
     indexes = []
     for corpus, count in enumerate((40, 70)):
@@ -178,7 +178,7 @@ def test_what_is_left_out_is_said(tmp_path):
     assert said.endswith("2 documents with more than 8 tokens and 1 without text, 37.500% of all")
 
 
-def test_tokens_read_are_those_of_the_sentences_and_long_documents_are_warned_of(tmp_path):
+def test_tokens_read_match_the_sentences_and_long_documents_are_warned_of(tmp_path):
     """A corpus of whole documents has few that are a sentence."""
     dataset, _ = dataset_of(tmp_path / "d", [3, 90, 0, 100, 8, 1, 200, 4])
     index = SentenceIndex(dataset, LONGEST, OVERHEAD, 20)

@@ -89,7 +89,7 @@ def test_random_changes_of_length_read_every_position_once(monkeypatch):
     assert beyond > 100 and changes > 2000
 
 
-def test_epochs_after_random_plans_are_those_of_the_samples(monkeypatch):
+def test_epochs_after_random_plans_match_the_samples(monkeypatch):
     """Exactly, but for what a document costs beside its tokens at the end of a leftover, and leads of regions."""
     draw = random.Random(11)
     for _ in range(300):

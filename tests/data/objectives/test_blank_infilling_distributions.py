@@ -110,7 +110,7 @@ def test_the_mix_of_objectives():
         ({"document_min_context": 1}, 15, 30),  # the paper: all but CLS, where eos may be masked
     ],
 )
-def test_document_lengths_and_places_are_uniform(tail, config, low, high):
+def test_document_lengths_and_positions_are_uniform(tail, config, low, high):
     made = objective(token_prob=0.0, document_tail_prob=float(tail), **config)
     if not tail and high == 30:
         high = 29  # placed anywhere, eos stays

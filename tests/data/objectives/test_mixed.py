@@ -45,7 +45,7 @@ def test_an_objective_can_join_later():
     ).all()
 
 
-def test_rows_are_those_of_each_objective_alone():
+def test_rows_match_each_objective_alone():
     names = ("masked_lm", "causal", "blank_infilling")
     made = mixture(*map(choice, names))
     chunks = [text_of(n) for n in (20, 9, 30, 12, 17, 36) * 4]

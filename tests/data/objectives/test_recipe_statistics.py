@@ -340,7 +340,7 @@ def test_xlnet_predicts_a_sixth_in_random_order():
     assert uniform(orders, 6) and uniform(marks, 6)
 
 
-def test_segments_of_xlnet_are_those_of_its_pretraining():
+def test_segments_of_xlnet_match_its_pretraining():
     """[first half | A SEP B SEP CLS], of two documents: half of the texts B are the other one's."""
     made = make("xlnet", 120)
     window = [text_of(30, False), text_of(31, True, FIRST_TEXT_TOKEN + 100)]
@@ -437,7 +437,7 @@ def test_tokens_of_the_middle_are_checked():
     ("number", "context", "target"),
     [(0, 463, 104), (1, 447, 88), (2, 343, 342), (3, 290, 289), (4, 438, 79), (5, 262, 261)],
 )
-def test_lengths_of_ul2_are_those_of_its_rates(number, context, target):
+def test_lengths_of_ul2_match_its_rates(number, context, target):
     """512 tokens and eos: the context with its mode's token and eos, and the target with eos."""
     made = make("ul2", 520, denoisers=(PUBLISHED[number],), **UL2_TOKENS)
     for example in many(made, text_of(513), 20):

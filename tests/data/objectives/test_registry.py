@@ -143,7 +143,7 @@ MORE_SHARES = [
     ("name", "config"), [*((name, {}) for name in OBJECTIVES), *((r.name, r.config) for r in RECIPES.values()),
                          *MORE_SHARES],
 )  # fmt: skip
-def test_the_share_of_rows_with_loss_is_that_of_drawn_rows(name, config):
+def test_the_share_of_rows_with_loss_matches_drawn_rows(name, config):
     """Within 4 % of itself: ends of texts, and for mixtures the noise of 3000 samples. 8 % with whole sentences, where
     'at least' the ratio that is asked for is 6 % more."""
     made = make(name, 512, **config)

@@ -41,7 +41,7 @@ def orders(text, parts):
 
 @pytest.mark.parametrize("parts", [3, 4])
 @pytest.mark.parametrize("with_eos", [True, False])
-def test_the_class_of_an_order_is_that_of_brute_force(parts, with_eos):
+def test_the_class_of_an_order_matches_brute_force(parts, with_eos):
     made, text = make("sentence_reordering", 60, parts=parts, **SHOWN), text_of(40, with_eos)
     expected, count = orders(text.tolist(), parts), 6000
     assert len(expected) == made.config.class_heads["sentence_reordering"] == {3: 9, 4: 33}[parts]
@@ -66,7 +66,7 @@ def test_a_text_of_few_sentences_has_few_segments():
 
 
 @pytest.mark.parametrize("far, wrong", [(0.25, 0.0), (1 / 3, 1 / 3), (0.0, 0.4)])
-def test_distances_are_those_of_the_text(far, wrong):
+def test_distances_match_the_text(far, wrong):
     made = make("sentence_distance", 400, far_prob=far, wrong_prob=wrong, **SHOWN)
     chunks = [text_of(40, False, FIRST_TEXT_TOKEN + 40 * number) for number in range(8)]
     samples, found = 500, Counter()

@@ -163,7 +163,7 @@ def test_bytes_that_utf8_never_has_need_no_token(tmp_path, caplog):
     assert not caplog.records
 
 
-def test_rare_bytes_without_a_token_are_told_and_dropped_as_the_library_does(tmp_path, caplog):
+def test_rare_bytes_without_a_token_are_reported_and_dropped_as_the_library_does(tmp_path, caplog):
     config = byte_json(tmp_path, 0x04, 0xF1)
     tokenizer = load_tokenizer(config)
     assert "2 bytes of UTF-8 (04 F1)" in caplog.text and "U+0004, U+40000" in caplog.text

@@ -180,7 +180,7 @@ def test_fingerprint_depends_on_contents_and_options_only(tokenizer_files, tmp_p
     assert fingerprint(same, lowercase=False) != base
 
 
-def test_fingerprints_of_all_kinds_differ(loaded, tokenizer_files):
+def test_fingerprints_of_all_types_differ(loaded, tokenizer_files):
     config = TokenizerConfig(
         kind="sentencepiece", path=str(tokenizer_files / "sentencepiece"), fixed_command_tokens=False
     )

@@ -160,7 +160,7 @@ def test_a_released_directory_comes_in_without_an_option(name, imported):
 
 
 @pytest.mark.parametrize("name", ["albert", "bert", "encoder", LARGE])
-def test_logits_of_real_sentences_are_those_of_the_class(name, imported, released):
+def test_logits_of_real_sentences_match_the_class(name, imported, released):
     """Their tokenizer and class make ids, segments and positions themselves; hidden states where there is no head."""
     run = load_run(imported(name))
     theirs = model_of(name, released(name))
@@ -183,7 +183,7 @@ def test_logits_of_real_sentences_are_those_of_the_class(name, imported, release
 
 
 @pytest.mark.parametrize("name", ["albert", "bert", pytest.param("llama", marks=pytest.mark.slow)])
-def test_the_first_steps_on_real_text_are_those_of_the_class(name, imported, released, tmp_path):
+def test_the_first_steps_on_real_text_match_the_class(name, imported, released, tmp_path):
     """Each loss of continued training, from the imported weights, in fp32 without dropout."""
     run = imported(name)
     (tmp_path / "text.jsonl").write_text(

@@ -1,4 +1,4 @@
-"""Runs to try, served to a browser, and what scripts/generate.py prints of them."""
+"""Runs served to a browser by the demo page, and what scripts/generate.py prints for the same texts."""
 
 import contextlib
 import json
@@ -12,9 +12,9 @@ from support.hf_runs import tree, write_run, write_vocabulary
 
 
 @contextlib.contextmanager
-def served(trial):
+def served(demo):
     server = Server(0)
-    server.trial = trial
+    server.demo = demo
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:

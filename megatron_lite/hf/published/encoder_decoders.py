@@ -1,9 +1,9 @@
-"""The tables of the encoder-decoders BART, T5 and mT5: see systems.py.
+"""The tables of the encoder-decoders BART, T5 and mT5 (see system_table.py).
 
-The classes of T5 and mT5 tie their words and their head, whatever config.json says, but keep a head that differs (T5
-1.1, mT5). T5's reads from `tie_word_embeddings` whether it scales what the head takes; mT5's never does. In version 4
-of transformers both classes read from that field whether they tie and scale, so it says here whether they scale, and a
-head that is tied and not scaled is written in addition to the word embeddings that it is tied to.
+T5's `tie_word_embeddings` means two things. In version 5 the classes tie the word embedding and the head, whatever its
+value, unless the file has a head that differs (T5 1.1, mT5), and T5's class scales the input of the head where it is
+true. In version 4 it decides both. So an export sets it to whether the model scales, and writes a head that is tied and
+not scaled although it is a copy of the word embedding.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from megatron_lite.hf.files.system_table import (
     FormerField,
     PublishedSystem,
     TensorRule,
-    numbered,
+    prefixed,
 )
 
 
 def _both_stacks(rules: list[TensorRule], encoder: str, decoder: str) -> tuple[TensorRule, ...]:
-    return numbered(rules, "layers.{i}.", encoder) + numbered(rules, "layers.{d}.", decoder)
+    return prefixed(rules, "layers.{i}.", encoder) + prefixed(rules, "layers.{d}.", decoder)
 
 
 BART = PublishedSystem(
@@ -49,7 +49,7 @@ BART = PublishedSystem(
             "model.encoder.layers.{i}.",
             "model.decoder.layers.{i}.",
         ),
-        *numbered(
+        *prefixed(
             [
                 TensorRule("cross_attention.query", ("encoder_attn.q_proj",)),
                 TensorRule("cross_attention.key_value", ("encoder_attn.k_proj", "encoder_attn.v_proj")),
@@ -133,8 +133,8 @@ T5 = PublishedSystem(
         TensorRule("relative_bias", (f"encoder.{_T5_BIAS}",)),
         TensorRule("decoder_relative_bias", (f"decoder.{_T5_BIAS}",)),
         *_both_stacks(_T5_ATTENTION, "encoder.block.{i}.", "decoder.block.{i}."),
-        *numbered(_t5_ffn(1), "layers.{i}.", "encoder.block.{i}."),
-        *numbered(
+        *prefixed(_t5_ffn(1), "layers.{i}.", "encoder.block.{i}."),
+        *prefixed(
             [
                 TensorRule("cross_attention.query", ("layer.1.EncDecAttention.q",)),
                 TensorRule("cross_attention.key_value", ("layer.1.EncDecAttention.k", "layer.1.EncDecAttention.v")),
