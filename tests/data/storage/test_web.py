@@ -209,3 +209,15 @@ def test_a_reader_is_a_file(monkeypatch):
                 start += len(wanted)
                 assert reader.tell() == start
             reader.close()
+
+
+def test_a_record_beyond_the_limit_is_named_without_reading_all_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("data_utils.corpus.documents.MAX_RECORD_BYTES", 400_000)
+    content = lines("a", 100) + b'{"text": "' + b"x" * 1_000_000 + b'"}\n'
+    with serving({"/a.jsonl": content}) as server:
+        with pytest.raises(DataError, match=r"/a.jsonl:101: a record is longer than 400000 bytes"):
+            build([f"{server.url}/a.jsonl"], tmp_path / "d", shard_bytes=1 << 20)
+        server.files["/a.jsonl"] = lines("a", 100) + b"\n" * 5 + b"no json\n"
+        after = rf"a.jsonl \(lines after byte {len(lines('a', 99))}\):\d+: .*JSON"
+        with pytest.raises(DataError, match=after):
+            build([f"{server.url}/a.jsonl"], tmp_path / "e", shard_bytes=len(lines("a", 99)))
