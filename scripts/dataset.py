@@ -65,7 +65,7 @@ def parse_arguments() -> argparse.Namespace:
 
     push = commands.add_parser("push", help="write a dataset into a bucket, its manifest last")
     push.add_argument("prefix", type=expanded_path)
-    push.add_argument("url", help="prefix in the bucket: s3://bucket/name (gs://, az://)")
+    push.add_argument("url", type=expanded_path, help="prefix in the bucket: s3://bucket/name (gs://, az://)")
     push.add_argument("--overwrite", action="store_true", help="replace another dataset of this name")
 
     merge = commands.add_parser(

@@ -39,6 +39,7 @@ from data_utils.corpus.stored_files import (
     refuse_other_content,
     stored_bytes,
 )
+from data_utils.storage.objects import StoredObject
 
 TEXT_KEY = "text"  # field or column that holds the text where nobody says otherwise
 BLOCK_BYTES = 256 << 10
@@ -52,6 +53,7 @@ _BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+")
 _NEWLINE = re.compile(rb"\n")
 _RECORD_ENDS = {"jsonl": _NEWLINE, "lines": _NEWLINE, "blank_lines": _BLANK_LINES}  # formats that can be cut
 _BOUNDARY_READ_BYTES = 64 << 10
+_OBJECT_BYTES = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +223,8 @@ def plan_shards(paths: Iterable[InputFile], text_split: str, shard_bytes: int) -
     """Cut the input into shards, in order: lists of file ranges, of about `shard_bytes` of stored data each.
 
     A shard holds at most one range of each file. Files that cannot be cut go whole into a shard. The plan
-    depends only on the sizes of the files.
+    depends only on the sizes of the files. A small object counts for what a worker reads while it asks for one, so that
+    the workers share many of them.
     """
     shards: list[list[FileRange]] = []
     remaining = 0  # bytes that the current shard can still take
@@ -238,7 +241,7 @@ def plan_shards(paths: Iterable[InputFile], text_split: str, shard_bytes: int) -
             at_end = position + taken >= size
             shards[-1].append(FileRange(path, position, None if at_end else position + taken))
             position += taken
-            remaining -= taken
+            remaining -= max(taken, _OBJECT_BYTES) if isinstance(path, StoredObject) else taken
     return shards
 
 

@@ -14,6 +14,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from data_utils.common.errors import DataError, UserError
@@ -21,7 +22,7 @@ from data_utils.common.setting_files import shorten
 from data_utils.common.urls import is_url, without_secrets
 from data_utils.corpus.column_files import is_saved_dataset, saved_dataset_files
 from data_utils.corpus.stored_files import COMPRESSIONS, InputFile, compression_suffix, why_not_regular
-from data_utils.storage.listing import list_url
+from data_utils.storage.listing import Listing, list_url
 from data_utils.storage.objects import StoredObject
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ _SUPPORTED = (
 _ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar")
 _BOOKKEEPING = ("_", ".")  # prefixes of files without data in directories that Spark, Hive or Arrow wrote
 _MOST_PROBLEMS = 30  # in a message
+_LISTED_AT_ONCE = 16  # URLs; each costs a request or more
 
 
 def file_ending(path: InputFile) -> str:
@@ -75,9 +77,18 @@ def expand_inputs(patterns: Iterable[str | Path]) -> list[InputFile]:
     Raises: DataError that lists every missing, unreadable or special file, every unknown suffix, and every pattern
         without a match.
     """
+    names = [*map(str, patterns)]
     inputs = _Inputs()
-    for pattern in map(str, patterns):
-        inputs.add_named(pattern)
+    pool = ThreadPoolExecutor(_LISTED_AT_ONCE)
+    try:
+        listings = {name: pool.submit(list_url, name) for name in names if is_url(name)}
+        for name in names:
+            if name in listings:
+                inputs.add_url(name, listings[name])
+            else:
+                inputs.add_named(name)
+    finally:
+        pool.shutdown(cancel_futures=True)
     return inputs.finish()
 
 
@@ -117,10 +128,7 @@ class _Inputs:
             )
 
     def add_named(self, pattern: str) -> None:
-        """Add an input as a user wrote it: a URL, a path, or else a glob."""
-        if is_url(pattern):
-            self._add_url(pattern)
-            return
+        """Add an input as a user wrote it: a path, or else a glob."""
         try:
             os.lstat(pattern)
         except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -196,10 +204,10 @@ class _Inputs:
             self._warned["empty"][str(path)] = None
         return True
 
-    def _add_url(self, url: str) -> None:
+    def add_url(self, url: str, listed: Future[Listing]) -> None:
         """The objects of a URL."""
         try:
-            listing = list_url(url)
+            listing = listed.result()
         except UserError as error:
             self._refuse_for(error)
             return

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _TIMEOUT_SECONDS = 60.0
 _SDK_ATTEMPTS = 3  # of the library, within one of ours
+_GCS_SECONDS = 15.0  # of its attempts within one of ours
 _OPENED = 16  # objects that a process keeps open
 _Result = TypeVar("_Result")
 
@@ -48,7 +50,7 @@ _BUSY = re.compile(
 _NO_RIGHT = re.compile(
     r"ACCESS_DENIED|INVALID_ACCESS_KEY|SIGNATURE|SKEWED|CLIENT_TOKEN|ExpiredToken|InvalidToken|TokenRefresh|credential"
     r"|PERMISSION_DENIED|UNAUTHENTICATED|AuthenticationFailed|AuthorizationFailure|AuthorizationPermission"
-    r"|not authorized",
+    r"|not authorized|OAuth2 access token",
     re.IGNORECASE,
 )
 _OTHER_REGION = re.compile(r"PermanentRedirect|AuthorizationHeaderMalformed")
@@ -68,11 +70,13 @@ class Bucket:
 
     def attempt(self, label: str, work: Callable[[], _Result]) -> _Result:
         """The result of a request. Raises TemporaryError; DataError for what the store refuses."""
+        import pyarrow
+
         try:
             return work()
         except FileNotFoundError:
             raise DataError(f"{label}: the store has no such object; check its name.") from None
-        except OSError as error:
+        except (OSError, pyarrow.ArrowException) as error:  # Azure's raise the second
             raise self._error(label, str(error)) from None
 
     def _error(self, label: str, words: str) -> Exception:
@@ -177,7 +181,8 @@ def _file_system(bucket: Bucket, endpoint: str | None) -> pyarrow.fs.FileSystem:
 
     environ = os.environ
     if bucket.kind == "gs":
-        return pyarrow.fs.GcsFileSystem()
+        # By itself the library would try for a quarter of an hour.
+        return pyarrow.fs.GcsFileSystem(retry_time_limit=timedelta(seconds=_GCS_SECONDS))
     if bucket.kind == "az":
         return pyarrow.fs.AzureFileSystem(
             bucket.account,

@@ -63,7 +63,7 @@ def test_each_loss_is_a_mean_of_its_own_in_any_layout(settings, tmp_path):
 
 
 def test_corpora_are_read_from_a_local_copy(settings, tmp_path):
-    """The samples are the same, from a store too; two ranks make the copies once, before the first step."""
+    """The samples are the same, from a store too; two ranks make each copy once, before the first step."""
     here = merge(settings, {"training": {"steps": 3}})
     there = merge(here, {"data": {"local_directory": str(tmp_path / "scratch")}})
     there = merge(there, {"run": {"directory": str(tmp_path / "local")}})

@@ -2,6 +2,7 @@
 
 import gzip
 
+import pyarrow
 import pytest
 from support.stored_corpora import NAMES, build, corpus_files, lines, write_files
 from support.stores import relaying
@@ -114,6 +115,50 @@ def test_a_bucket_that_is_gone_amid_the_work(monkeypatch, bucket):
         monkeypatch.setenv("AWS_ENDPOINT_URL", relay.url)
         with pytest.raises(DataError, match="AWS_SECRET_ACCESS_KEY"):
             listed.read(0, 10)
+
+
+@pytest.mark.parametrize(
+    ("url", "error", "words"),
+    [
+        (
+            "gs://corpora/a.jsonl",
+            OSError(
+                "google::cloud::Status(UNAVAILABLE: Retry policy exhausted, with a last message of Could not create a "
+                "OAuth2 access token to authenticate the request. The request was not sent, CANARY"
+            ),
+            "GOOGLE_APPLICATION_CREDENTIALS",
+        ),
+        (
+            "gs://corpora/a.jsonl",
+            OSError("google::cloud::Status(PERMISSION_DENIED: CANARY has no"),
+            "GOOGLE_APP",
+        ),
+        (
+            "abfs://corpora@account.dfs.core.windows.net/a.jsonl",
+            pyarrow.ArrowException(
+                "Unknown error: Check for Hierarchical Namespace support on 'https://CANARY' failed: "
+                "N5Azure4Core11Credentials23AuthenticationExceptionE: Failed to get token from DefaultAzureCredential."
+            ),
+            "AZURE_STORAGE_ACCOUNT_KEY",
+        ),
+        (
+            "gs://corpora/a.jsonl",
+            OSError("google::cloud::Status(UNAVAILABLE: CANARY"),
+            "10 attempts in a row",
+        ),
+    ],
+)
+def test_words_of_other_stores_libraries_are_understood(monkeypatch, url, error, words):
+    """What pyarrow says without credentials, of stores that no server here stands for."""
+
+    class Refusing:
+        def get_file_info(self, names):
+            raise error
+
+    monkeypatch.setattr("data_utils.storage.buckets._file_system", lambda bucket, endpoint: Refusing())
+    with pytest.raises(DataError) as refused:
+        expand_inputs([url])
+    assert words in str(refused.value) and "CANARY" not in str(refused.value) and url in str(refused.value)
 
 
 def test_busy_stores_end_after_ten_attempts(monkeypatch):

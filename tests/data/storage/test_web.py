@@ -18,6 +18,7 @@ from support.waiting import wait_until
 from data_utils.build.config import BuildConfig
 from data_utils.build.corpus import build_corpus
 from data_utils.common.errors import DataError, UserError
+from data_utils.corpus.documents import plan_shards
 from data_utils.corpus.inputs import expand_inputs
 from data_utils.storage import objects
 
@@ -209,3 +210,24 @@ def test_a_reader_is_a_file(monkeypatch):
                 start += len(wanted)
                 assert reader.tell() == start
             reader.close()
+
+
+def test_a_record_beyond_the_limit_is_named_without_reading_all_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("data_utils.corpus.documents.MAX_RECORD_BYTES", 400_000)
+    content = lines("a", 100) + b'{"text": "' + b"x" * 1_000_000 + b'"}\n'
+    with serving({"/a.jsonl": content}) as server:
+        with pytest.raises(DataError, match=r"/a.jsonl:101: a record is longer than 400000 bytes"):
+            build([f"{server.url}/a.jsonl"], tmp_path / "d", shard_bytes=1 << 20)
+        server.files["/a.jsonl"] = lines("a", 100) + b"\n" * 5 + b"no json\n"
+        after = rf"a.jsonl \(lines after byte {len(lines('a', 99))}\):\d+: .*JSON"
+        with pytest.raises(DataError, match=after):
+            build([f"{server.url}/a.jsonl"], tmp_path / "e", shard_bytes=len(lines("a", 99)))
+
+
+def test_workers_share_many_small_objects():
+    """By bytes alone one of them would ask for all, one after another."""
+    with serving({f"/{i}.jsonl": b"{}\n" for i in range(200)}) as server:
+        listed = expand_inputs(f"{server.url}/{i}.jsonl" for i in range(200))
+    assert [str(entry).rpartition("/")[2] for entry in listed] == [f"{i}.jsonl" for i in range(200)]
+    shards = plan_shards(listed, "file", 16 << 20)
+    assert len(shards) == 4 and [part.path for shard in shards for part in shard] == listed

@@ -392,8 +392,6 @@ def test_a_nul_byte_is_no_text(tmp_path, split, content):
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        ("s3://bucket/a.jsonl", "URLs are not read; download it first"),
-        ("https://example.org/a.txt", "URLs are not read; download it first"),
         (
             "Salesforce/wikitext",
             r"datasets\.load_dataset\('Salesforce/wikitext', split='train'\)\.save_to_disk",
