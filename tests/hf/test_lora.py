@@ -22,7 +22,7 @@ from support.published import random_model
 from support.tasks import WORDS, write_task
 from support.tokenizer_files import write_bert
 from support.whole_weights import load_weights
-from transformers import BertForSequenceClassification
+from transformers import BertForSequenceClassification, ElectraForSequenceClassification
 
 from data_utils.common.batch_fields import WEIGHTS
 from data_utils.common.setting_files import load_yaml
@@ -60,6 +60,9 @@ TARGETS = {
     "xlnet": ["layer_1", "layer_2"],
     "qwen3": ["q_proj", "k_proj", "gate_proj"],
     "glm4": ["k_proj", "gate_up_proj"],
+    "xlm_roberta": ["key", "attention.output.dense"],
+    "t5_1_1": ["k", "o", "wi_0", "wo"],
+    "modernbert_decoder": ["q_proj", "v_proj", "Wi"],
 }
 TOLERANCE = 1e-5
 
@@ -132,6 +135,7 @@ def train(context, run, batches, steps):
             pytest.param(case, ranks, marks=pytest.mark.slow)
             for case, ranks in (
                 *(("bart", 2), ("modernbert", 1), ("deberta_v3", 2), ("xlnet", 1), ("qwen3", 1), ("glm4", 2)),
+                *(("xlm_roberta", 1), ("t5_1_1", 1), ("modernbert_decoder", 2)),
             )
         ),
     ],
@@ -259,6 +263,30 @@ def test_a_tuned_classifier_goes_to_peft_and_comes_back(tmp_path):
     assert all(torch.equal(pickled[name], expected[name]) for name in same)
     plain = ["export", "--checkpoint", tmp_path / "whole", "--output", tmp_path / "again", "--adapter"]
     assert_refused(forked(CONVERT, *plain), "has no updates of LoRA")
+
+
+@pytest.mark.slow
+def test_a_head_of_two_layers_is_saved_whole(tmp_path):
+    """ELECTRA's, as RoBERTa's: both modules are of peft's `modules_to_save`."""
+    original = tmp_path / "electra"
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    write_bert(original, names)
+    random_model("electra_generator", std=0.05, vocab_size=len(names)).save_pretrained(original)
+    _, task = write_task(tmp_path / "task", train=32)
+    begin = ["--checkpoint", original, "--task", task, "--output", tmp_path / "out", "finetune.epochs=1"]
+    settings = ["objectives={masked_lm: 1}", "data.sequence_length=64", "training.precision=fp32"]
+    updates = ["finetune.trained=lora", "model.lora.rank=4", "model.task_pooler=true"]
+    done(TUNE, *begin, *settings, *updates)
+    for name, options in (("merged", []), ("adapter", ["--adapter"])):
+        tuned = ["--checkpoint", tmp_path / "out", "--output", tmp_path / name]
+        done(CONVERT, "export", *tuned, *options)
+    described = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert described["modules_to_save"] == ["classifier.dense", "classifier.out_proj"]
+    model = ElectraForSequenceClassification.from_pretrained(original, num_labels=2)
+    adapted = PeftModel.from_pretrained(model, tmp_path / "adapter")
+    exported = ElectraForSequenceClassification.from_pretrained(tmp_path / "merged").state_dict()
+    merged = adapted.merge_and_unload().state_dict()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in merged.items())
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
