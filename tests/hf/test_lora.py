@@ -60,6 +60,7 @@ TARGETS = {
     "xlnet": ["layer_1", "layer_2"],
     "qwen3": ["q_proj", "k_proj", "gate_proj"],
     "glm4": ["k_proj", "gate_up_proj"],
+    "albert": ["query", "ffn", "attention.dense"],
     "xlm_roberta": ["key", "attention.output.dense"],
     "t5_1_1": ["k", "o", "wi_0", "wo"],
     "modernbert_decoder": ["q_proj", "v_proj", "Wi"],
@@ -135,7 +136,7 @@ def train(context, run, batches, steps):
             pytest.param(case, ranks, marks=pytest.mark.slow)
             for case, ranks in (
                 *(("bart", 2), ("modernbert", 1), ("deberta_v3", 2), ("xlnet", 1), ("qwen3", 1), ("glm4", 2)),
-                *(("xlm_roberta", 1), ("t5_1_1", 1), ("modernbert_decoder", 2)),
+                *(("xlm_roberta", 1), ("albert", 1), ("t5_1_1", 1), ("modernbert_decoder", 2)),
             )
         ),
     ],
