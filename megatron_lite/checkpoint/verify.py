@@ -321,6 +321,11 @@ def require_found(checkpoint: Checkpoint | None, path: Path) -> Checkpoint:
 
 def check_model(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise CheckpointError unless the checkpoint's parameters have exactly these names and shapes."""
+    if any(LORA in name for name in checkpoint.shapes) and not any(LORA in name for name in shapes):
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} has updates of LoRA, but model.lora is null; set it as there, or begin with "
+            "the merged model: export the checkpoint, and import the export (scripts/convert_checkpoint.py)."
+        )
     check_same_number(checkpoint, len(shapes))
     for name, shape in shapes.items():
         check_same_shape(checkpoint, name, shape)
@@ -334,11 +339,6 @@ def new_parameters(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]
     the layer before the output projection, if the checkpoint has no head (a discriminator).
     Raises: CheckpointError if the other parameters differ.
     """
-    if any(LORA in name for name in checkpoint.shapes) and not any(LORA in name for name in shapes):
-        raise CheckpointError(
-            f"checkpoint {checkpoint.path} has updates of LoRA, but model.lora is null; set it as there, or begin with "
-            "the merged model: export the checkpoint, and import the export (scripts/convert_checkpoint.py)."
-        )
     head = {name for name in shapes if name.startswith(TASK_HEAD)}
     lacking_kinds = [kind for kind in (ADAPTER, LORA) if not any(kind in name for name in checkpoint.shapes)]
     adapters = {name for name in shapes if any(kind in name for kind in lacking_kinds)}

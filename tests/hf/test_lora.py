@@ -22,7 +22,7 @@ from support.published import random_model
 from support.tasks import WORDS, write_task
 from support.tokenizer_files import write_bert
 from support.whole_weights import load_weights
-from transformers import BertForSequenceClassification
+from transformers import BertForSequenceClassification, ElectraForSequenceClassification
 
 from data_utils.common.batch_fields import WEIGHTS
 from data_utils.common.setting_files import load_yaml
@@ -60,6 +60,10 @@ TARGETS = {
     "xlnet": ["layer_1", "layer_2"],
     "qwen3": ["q_proj", "k_proj", "gate_proj"],
     "glm4": ["k_proj", "gate_up_proj"],
+    "albert": ["query", "ffn", "attention.dense"],
+    "xlm_roberta": ["key", "attention.output.dense"],
+    "t5_1_1": ["k", "o", "wi_0", "wo"],
+    "modernbert_decoder": ["q_proj", "v_proj", "Wi"],
 }
 TOLERANCE = 1e-5
 
@@ -132,6 +136,7 @@ def train(context, run, batches, steps):
             pytest.param(case, ranks, marks=pytest.mark.slow)
             for case, ranks in (
                 *(("bart", 2), ("modernbert", 1), ("deberta_v3", 2), ("xlnet", 1), ("qwen3", 1), ("glm4", 2)),
+                *(("xlm_roberta", 1), ("albert", 1), ("t5_1_1", 1), ("modernbert_decoder", 2)),
             )
         ),
     ],
@@ -247,14 +252,42 @@ def test_a_tuned_classifier_goes_to_peft_and_comes_back(tmp_path):
     assert_refused(forked(TUNE, *tune), "has updates of LoRA, but model.lora is null")
     assert_refused(forked(TUNE, *tune[:-1]), "finetune.trained is all with model.lora")
     done(TUNE, *tune[:-1], "finetune.trained=lora", "finetune.epochs=1")  # the same updates, trained further
-    torch.save(written, changed / "adapter_model.bin")
+    # As older versions of peft wrote it, and of the class without a head, whose names have no prefix.
+    of_body = {name.replace("model.bert.", "model."): tensor for name, tensor in written.items()}
+    torch.save(of_body, changed / "adapter_model.bin")
     (changed / "adapter_model.safetensors").unlink()
     (changed / "adapter_config.json").write_text(json.dumps(described))
     done(
         CONVERT, "import", "--input", changed, "--output", tmp_path / "pickled", "--base", tmp_path / "whole"
     )
+    pickled = load_weights(read_checkpoint(list_checkpoints(tmp_path / "pickled/checkpoints")[-1]))
+    assert all(torch.equal(pickled[name], expected[name]) for name in same)
     plain = ["export", "--checkpoint", tmp_path / "whole", "--output", tmp_path / "again", "--adapter"]
     assert_refused(forked(CONVERT, *plain), "has no updates of LoRA")
+
+
+@pytest.mark.slow
+def test_a_head_of_two_layers_is_saved_whole(tmp_path):
+    """ELECTRA's, as RoBERTa's: both modules are of peft's `modules_to_save`."""
+    original = tmp_path / "electra"
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    write_bert(original, names)
+    random_model("electra_generator", std=0.05, vocab_size=len(names)).save_pretrained(original)
+    _, task = write_task(tmp_path / "task", train=32)
+    begin = ["--checkpoint", original, "--task", task, "--output", tmp_path / "out", "finetune.epochs=1"]
+    settings = ["objectives={masked_lm: 1}", "data.sequence_length=64", "training.precision=fp32"]
+    updates = ["finetune.trained=lora", "model.lora.rank=4", "model.task_pooler=true"]
+    done(TUNE, *begin, *settings, *updates)
+    for name, options in (("merged", []), ("adapter", ["--adapter"])):
+        tuned = ["--checkpoint", tmp_path / "out", "--output", tmp_path / name]
+        done(CONVERT, "export", *tuned, *options)
+    described = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert described["modules_to_save"] == ["classifier.dense", "classifier.out_proj"]
+    model = ElectraForSequenceClassification.from_pretrained(original, num_labels=2)
+    adapted = PeftModel.from_pretrained(model, tmp_path / "adapter")
+    exported = ElectraForSequenceClassification.from_pretrained(tmp_path / "merged").state_dict()
+    merged = adapted.merge_and_unload().state_dict()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in merged.items())
 
 
 @pytest.mark.parametrize("name", SYSTEMS)

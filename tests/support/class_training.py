@@ -34,6 +34,7 @@ CASES = {
     "modernbert": {"objectives": {"masked_lm": 1}},
     "deberta_v3": {"objectives": {"masked_lm": 1}},
     "modernbert_decoder": {"objectives": {"causal": 1}},
+    "albert": {"objectives": {"masked_lm": 1}},
     **{name: {"objectives": {"masked_lm": 1}} for name in ("xlm_roberta", "camembert", "neobert")},
     **{name: {"objectives": {"causal": 1}} for name in ("mistral", "qwen2")},
     **{name: {"objectives": {"t5": 1}, "t5": {"sentinel_first": 399}} for name in ("t5_1_1", "mt5")},

@@ -15,13 +15,17 @@ from support.project import small_run
 from support.training import fit, records
 from support.whole_weights import load_weights
 
+from data_utils.common.errors import CheckpointError
 from data_utils.common.settings import build, merge
+from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.checkpoint.manifest import list_checkpoints
 from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.sections import ParallelConfig
+from megatron_lite.config.tree import Config
 from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.transformer import GLM
+from megatron_lite.train.resume import check_beginning
 
 LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.1}
 
@@ -67,6 +71,16 @@ def test_updates_alone_are_trained_and_kept_and_a_resumed_run_repeats_the_whole_
                 assert torch.equal(weight, found[name]), name
             else:
                 torch.testing.assert_close(weight, found[name], rtol=1e-4, atol=2e-5, msg=name)
+
+
+def test_what_continues_without_its_updates_is_refused(corpus, base, tmp_path):
+    directory = tmp_path / "run"
+    run_ranks(fit, 1, settings(corpus, directory, base, training={"stop_after_step": 1}))
+    for own in (directory, tmp_path / "another"):
+        tree = merge(small_run(corpus, own), {"checkpoint": {"initialize_from": str(directory)}})
+        config = build(Config, tree)
+        with pytest.raises(CheckpointError, match=r"has updates of LoRA, but model\.lora is null"):
+            check_beginning(config.with_vocab_size(load_tokenizer(config.tokenizer).vocab_size))
 
 
 def test_half_precision_computes_with_the_base_weights_and_keeps_them_exactly(corpus, base, tmp_path):
