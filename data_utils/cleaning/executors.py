@@ -129,8 +129,8 @@ def _start_worker() -> None:
 
 
 def _run_task(rank: int) -> None:
-    # A copy: a pipeline holds the counts of the task that it ran last. datatrove logs to a file and to stderr, on which
-    # its traceback would come before our one line.
+    # A copy: the steps of a pipeline sum up datatrove's statistics over all tasks that they run. datatrove logs to a
+    # file and to stderr, on which its traceback would come before our one line.
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
         try:
             copy.deepcopy(_executor)._run_for_rank(rank)

@@ -112,7 +112,7 @@ def clean_corpus(
     output = Path(os.path.abspath(config.output))
     work = output.with_name(f"{output.name}.cleaning")
     with disk_errors(output), locked(output):
-        inputs = _read_inputs(config)
+        inputs = _read_inputs(config, absolute=execution.executor == "ray")
         plan = _plan(config, inputs)
         report = _finished_before(output, work, plan)
         if report is not None:
@@ -135,7 +135,8 @@ def _remove(work: Path) -> None:
     shutil.rmtree(work)
 
 
-def _read_inputs(config: CleaningConfig) -> Inputs:
+def _read_inputs(config: CleaningConfig, absolute: bool) -> Inputs:
+    """Args: absolute: make paths absolute, because workers have another working directory."""
     from data_utils.cleaning.stages import Inputs
 
     reading = config.reading
@@ -154,6 +155,8 @@ def _read_inputs(config: CleaningConfig) -> Inputs:
     if evaluation_paths:
         documents = read_document_files(evaluation_paths, **asdict(reading))
         evaluation = EvaluationTexts(list(documents))
+    if absolute:
+        paths, held_out = ([path.absolute() for path in files] for files in (paths, held_out))
     return Inputs(paths, held_out, evaluation, reading)
 
 

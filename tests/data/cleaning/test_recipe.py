@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import operator
 
@@ -15,6 +16,7 @@ from datatrove.pipeline.filters import (
 from datatrove.pipeline.filters.gopher_quality_filter import STOP_WORDS
 from hypothesis import given
 from hypothesis import strategies as st
+from support import house
 from support.project import ROOT
 
 from data_utils.cleaning.counts import CountFile
@@ -185,3 +187,20 @@ def test_a_key_without_a_value_has_the_defaults(tmp_path):
     recipe = read_recipe(path).recipe
     assert recipe.filters.chosen["fineweb"] == FineWeb() and recipe.near_duplicates.num_buckets == 14
     assert list(recipe.filters.chosen) == ["fineweb", "c4_paragraphs"]
+
+
+def test_datatrove_is_imported_by_cleaning_alone():
+    """It is optional, so no other command may need it."""
+    importing = {
+        house.module_name(path)
+        for path in house.product_files()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if any(name.split(".")[0] == "datatrove" for name in imported(node))
+    }
+    assert importing and all(name.startswith("data_utils.cleaning.") for name in importing)
+
+
+def imported(node):
+    if isinstance(node, ast.ImportFrom):
+        return [node.module or ""]
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
