@@ -83,7 +83,7 @@ def _fitting_weights(
 ) -> list[list[float]] | None:
     """As `capped_weights`; None where there is too little text."""
     caps = [corpus.max_epochs for corpus in phases[0].data.train]
-    max_epochs = np.array([np.inf if cap is None else cap for cap in caps])
+    max_epochs = np.array([np.inf if cap is None else cap for cap in caps], np.float64)
     counts = np.array([phase.stop_sample - phase.first_sample for phase in phases])
     shares, per_epoch = (np.array(each[: len(phases)], np.float64) for each in (weights, windows))
     shares /= shares.sum(1, keepdims=True)

@@ -148,17 +148,19 @@ def test_all_text_of_a_short_run_may_be_read():
     assert epochs.tolist() == [4, 2, 1] and counts.sum() == 620
 
 
+@pytest.mark.parametrize("scale", [1, 10])  # within one block, where the numbers are exact, and in several
 @pytest.mark.parametrize("plan", [[(3000, (1, 1))], [(1000, (1, 0)), (2000, (1, 2))]])
-def test_too_little_text_is_an_error_with_the_steps_that_it_suffices_for(plan):
-    indexes, caps = [Corpus(700), Corpus(400)], (2, 2)
-    with pytest.raises(ConfigError, match=r"it suffices for (\d+) of the 300 steps") as error:
+def test_too_little_text_is_an_error_with_the_steps_that_it_suffices_for(plan, scale):
+    indexes, caps = [Corpus(700 * scale), Corpus(400 * scale)], (2, 2)
+    plan = [(count * scale, weights) for count, weights in plan]
+    with pytest.raises(ConfigError, match=rf"it suffices for ([\d,]+) of the {300 * scale:,} steps") as error:
         phase_mixtures(indexes, 4, phases_of(plan, caps))
-    steps = int(str(error.value).partition("suffices for ")[2].split()[0])
-    assert 210 <= steps <= 220
-    shorter = [*plan[:-1], (10 * steps - sum(count for count, _ in plan[:-1]), plan[-1][1])]
-    assert (
-        counted(phase_mixtures(indexes, 4, phases_of(shorter, caps)), phases_of(shorter, caps))[1].max() <= 2
-    )
+    steps = int(str(error.value).partition("suffices for ")[2].split()[0].replace(",", ""))
+    assert 218 * scale <= steps <= 220 * scale
+    *before, (_, weights) = plan
+    shorter = phases_of([*before, (10 * steps - sum(count for count, _ in before), weights)], caps)
+    _, epochs = counted(phase_mixtures(indexes, 4, shorter), shorter)
+    assert epochs.max() <= 2
 
 
 def test_a_corpus_of_which_nothing_is_left_is_an_error_that_names_it():

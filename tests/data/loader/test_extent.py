@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import yaml
-from support.commands import forked
+from support.commands import assert_refused, forked
 from support.corpora import build
 from support.project import small_run
 
@@ -93,6 +93,30 @@ def test_a_dry_run_tells_it_where_the_corpora_are(corpora, tmp_path):
     for missing in ((CorpusConfig(prefix="absent"),), ()):
         (line,) = extent_if_here(DataConfig(train=missing), 7, 24_000, 8, CHOICES)
         assert line.endswith("is not on this machine, so the number of epochs is unknown")
+
+
+def test_a_dry_run_refuses_a_run_with_too_little_text(corpora, tmp_path):
+    tree = small_run(corpora, tmp_path / "run")
+    tree.pop("tokenizer")
+    data = {
+        "train": [{"prefix": str(corpora / "a"), "max_epochs": 2}],
+        "validation": [],
+        "sequence_length": 64,
+    }
+    tree = merge(tree, {"model": {"vocab_size": 128}, "data": data, "training": {"steps": 40}})
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+    windows = WindowIndex(IndexedDataset(corpora / "a"), 64, DOCUMENT_OVERHEAD).num_windows
+    done = forked("pretrain_glm.py", "--config", tmp_path / "config.yaml", "--dry-run", 1)
+    assert_refused(done, f"it suffices for {2 * windows // 8} of the 40 steps")
+    done = forked(
+        "pretrain_glm.py",
+        "--config",
+        tmp_path / "config.yaml",
+        f"training.steps={2 * windows // 8}",
+        "--dry-run",
+        1,
+    )
+    assert done.returncode == 0 and "warning: " not in done.stdout
 
 
 def test_one_data_set_under_two_names_is_warned_of(corpus, tmp_path):

@@ -187,6 +187,18 @@ def test_phases_continue_where_the_one_before_ended(corpus, pairs):
     assert [mixture.epochs(1)[1] > 0 for mixture in data.train.mixtures] == [True] * 4
 
 
+def test_pairs_are_read_no_more_often_than_their_corpus_allows(corpus, pairs):
+    """What their share would read beyond that is text, in each phase."""
+    train = [{"prefix": str(corpus / "corpus_train"), "tokens": 1},
+             {"prefix": pairs["a"][0], "objective": "relevance", "tokens": 1, "max_epochs": 2}]  # fmt: skip
+    changes = {"data": {"train": train}, "phases": [{"samples": 400}, {}], "training": {"steps": 100}}
+    data, _ = loader_of(tree_of(corpus, pairs, {"masked_lm": 1, "relevance": 1}, **changes))
+    samples, seen = counted(read(data.train, 800, 8))
+    windows = data.train.mixture.indexes[1].num_windows
+    assert samples["relevance"] == 2 * windows < 400
+    assert set(seen["relevance"].values()) == {2} and len(seen["relevance"]) == 300
+
+
 def test_objectives_of_pairs_alone_and_a_validation_of_pairs(corpus, pairs):
     own = [{"prefix": pairs["c"][0], "objective": "relevance"}]
     tree = tree_of(corpus, pairs, {"relevance": 1}, data={"train": own, "validation": own})
