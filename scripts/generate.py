@@ -68,13 +68,13 @@ def main() -> None:
     if fills:
         require_blanks(texts)
     run = opened.with_model()
-    for text, parts, *_ in complete(run, make_text_generator(run, config, fills), texts):
+    for text, segments, *_ in complete(run, make_text_generator(run, config, fills), texts):
         if not arguments.json:
-            print("".join(f"[{part}]" if i % 2 else part for i, part in enumerate(parts)))
+            print("".join(f"[{segment}]" if i % 2 else segment for i, segment in enumerate(segments)))
         elif fills:
-            print_json(text=text, spans=parts[1::2], filled="".join(parts))
+            print_json(text=text, spans=segments[1::2], filled="".join(segments))
         else:
-            print_json(text=text, answer=parts[1])
+            print_json(text=text, answer=segments[1])
 
 
 def print_json(**result: Any) -> None:
