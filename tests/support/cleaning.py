@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import random
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -130,7 +129,3 @@ def without_near_duplicates(folder: Path, documents: Sequence[str]) -> list[str]
         MinhashDedupBuckets(names[0], names[1], config=config).run(None, bucket, 14)
     MinhashDedupCluster(names[1], names[2], config).run(None, 0, 1)
     return [document.text for document in MinhashDedupFilter(names[2]).run(read())]
-
-
-def modules_of_torch() -> list[str]:
-    return [name for name in sys.modules if name.split(".")[0] == "torch"]
