@@ -34,6 +34,7 @@ from megatron_lite.checkpoint.read import weight_reader
 from megatron_lite.checkpoint.shard_slices import matrix_shape
 from megatron_lite.checkpoint.tensor_files import write_tensors
 from megatron_lite.checkpoint.verify import check_model
+from megatron_lite.config.lora import LORA
 
 # The integral from 0 to x of the factor of the learning rate, where x is the share of the decay that is over.
 DECAYS = {"linear": lambda x: x - x * x / 2, "1-sqrt": lambda x: x - x * math.sqrt(x) * 2 / 3}
@@ -90,6 +91,11 @@ def merge(sources: Sequence[Checkpoint], shares: Sequence[float], output: Path) 
     Raises: CheckpointError if the sources are not of one model; DataError if it cannot be written: then nothing is.
     """
     last = sources[-1]
+    if any(LORA in name for name in last.shapes):
+        raise CheckpointError(
+            f"checkpoint {last.path} has updates of LoRA, and the mean of their factors is not that of the models; "
+            "export each checkpoint, import the exports, and merge those."
+        )
     for source in sources[:-1]:
         check_model(source, last.shapes)
         expected, actual = (each.state.get("config", {}).get("tokenizer") for each in (last, source))

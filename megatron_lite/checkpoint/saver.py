@@ -185,8 +185,10 @@ class Snapshot:
             live = [values for fragment in _written(fragments) for values in fragment.tensors.values()]
             for buffer, values in zip(self._buffers, live, strict=True):
                 buffer.copy_(values, non_blocking=True)
-            if live and live[0].is_cuda:
-                torch.cuda.synchronize(live[0].device)  # in this thread: the step goes on meanwhile
+            # Weights that are never trained may be in the host's memory while the others are not.
+            on_device = next((values for values in live if values.is_cuda), None)
+            if on_device is not None:
+                torch.cuda.synchronize(on_device.device)  # in this thread: the step goes on meanwhile
         except Exception as error:  # `_copies` raises it
             self._failure = error
 

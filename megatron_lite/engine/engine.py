@@ -260,14 +260,20 @@ class Engine(ABC):
             multipliers=multipliers,
             moments=self._moments(name, parameter),
             on_all_stages=name.startswith(SHARED_BY_STAGES),
+            has_state=self._has_state(name),
         )
 
     def _moments(self, name: str, parameter: nn.Parameter) -> tuple[str, ...]:
         """The optimizer's state of each element of a parameter."""
         optimizer = self._config.optimizer.kind
-        if optimizer == "adamw" and self._multipliers.get(name, NO_MULTIPLIERS).is_never_trained:
+        if not self._has_state(name):
             return ()
         return MOMENTS if optimizer == "adamw" else element_state(optimizer, name, parameter)
+
+    def _has_state(self, name: str) -> bool:
+        # The other optimizers look at all shards, also where they change none.
+        is_frozen = self._multipliers.get(name, NO_MULTIPLIERS).is_never_trained
+        return not (is_frozen and self._config.optimizer.kind == "adamw")
 
     def _by_width(self, name: str, parameter: nn.Parameter) -> LrMultipliers:
         # Muon keeps one moment of what it makes orthogonal; other optimizers may keep one of everything.

@@ -35,6 +35,9 @@ class ParamGroup:
     # True for tables that every pipeline stage holds. They share no bucket with the tied word embedding: a stage counts
     # only one of the two in the gradient norm, so that the buckets of two stages would differ.
     on_all_stages: bool = False
+    has_state: bool = (
+        True  # False for what is never trained, where the optimizer does not ask for its weights
+    )
 
 
 def assign_buckets(
@@ -107,7 +110,7 @@ class Bucket:
         self.shard_range = slice(dp.rank * shard_size, (dp.rank + 1) * shard_size)  # of this rank
         # What is never trained is read only by saves, which want its exact values: they wait in the host's memory, and
         # where the model is fp32 they are the model's own.
-        is_frozen, is_exact = group.multipliers.is_never_trained, self.weights.dtype == torch.float32
+        is_frozen, is_exact = not group.has_state, self.weights.dtype == torch.float32
         device = "cpu" if offload or (is_frozen and not is_exact) else self.weights.device
         # Otherwise a copy also where the model is fp32: other ranks' shards arrive in `weights`, the update reads this
         # one.

@@ -16,6 +16,7 @@ from support.kernels import interpreted_kernels
 from support.recipes import collate, windows
 from support.recipes import make as make_objective
 
+from megatron_lite.config.lora import LoraConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model import fused_block
 from megatron_lite.model.batch import Batch
@@ -53,6 +54,7 @@ BODIES = {
     "norms of heads": ({**_MODERN, "num_key_value_heads": 2, "query_key_norm": True}, "causal", 7, 2),
     "norms of heads, two calls": ({"query_key_norm": True, "biases": "qkv"}, "blank_infilling", None, 2),
     "norms of heads and all biases": ({"query_key_norm": True}, "masked_lm", None, 0),
+    "updates of LoRA": ({"lora": LoraConfig(rank=3, dropout=0.2)}, "blank_infilling", 7, 0),
     "unscaled scores": ({"unscaled_scores": True, "activation": "silu"}, "blank_infilling", 7, 2),
 }  # fmt: skip
 

@@ -19,6 +19,7 @@ from data_utils.common.errors import CheckpointError
 from data_utils.common.settings import build, merge
 from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.checkpoint.manifest import list_checkpoints
+from megatron_lite.checkpoint.merge import merge as merge_checkpoints
 from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.sections import ParallelConfig
@@ -73,9 +74,11 @@ def test_updates_alone_are_trained_and_kept_and_a_resumed_run_repeats_the_whole_
                 torch.testing.assert_close(weight, found[name], rtol=1e-4, atol=2e-5, msg=name)
 
 
-def test_what_continues_without_its_updates_is_refused(corpus, base, tmp_path):
+def test_what_would_lose_or_average_updates_is_refused(corpus, base, tmp_path):
     directory = tmp_path / "run"
     run_ranks(fit, 1, settings(corpus, directory, base, training={"stop_after_step": 1}))
+    with pytest.raises(CheckpointError, match="has updates of LoRA, and the mean of their factors"):
+        merge_checkpoints([last(directory), last(directory)], [0.5, 0.5], tmp_path / "mean")
     for own in (directory, tmp_path / "another"):
         tree = merge(small_run(corpus, own), {"checkpoint": {"initialize_from": str(directory)}})
         config = build(Config, tree)
