@@ -94,7 +94,7 @@ def test_the_answers_match_the_reference(tmp_path):
             parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
     data = model_spec(config).samples(config, TaskData(task.train, task.renderer, 0), "train")
     batch = data.batch(np.arange(6))
-    outputs, _ = model(MicroBatch.from_batch(batch, CPU, config.model), answers=True)
+    outputs, _ = model(MicroBatch.from_batch(batch, CPU, config.model), predict=True)
     weights = dict(model.named_parameters())
     reference = Reference(config, weights)
     vectors = torch.from_numpy(np.load(tmp_path / "vectors.npy"))

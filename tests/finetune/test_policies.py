@@ -271,7 +271,7 @@ def test_a_mix_of_layers_is_elmos(tmp_path):
         assert not mix.layer_bias.any() and not mix.gain_bias.any()
         mix.layer_bias.copy_(scores)
         mix.gain_bias.fill_(gain - 1)
-        answers = model(given, answers=True)[0]
+        answers = model(given, predict=True)[0]
         assert len(outputs) == 3
         rows = [output[given.extra_inputs.positions].double() for output in outputs]
         normed = [

@@ -79,7 +79,7 @@ def test_the_loss_of_typing_is_the_mean_of_cross_entropies_of_yes_and_no(tmp_pat
     assert batch.loss_divisor == 7 and batch.loss_divisors(60)[-1] == 7
     made = MicroBatch.from_batch(batch, CPU, task.config.model)
     loss, sums = model(made)
-    outputs, _ = model(made, answers=True)
+    outputs, _ = model(made, predict=True)
     samples = [data.sample(number) for number in range(7)]
     targets = torch.tensor(np.stack([sample.target_groups[0].targets for sample in samples])).float()
     mean = torch.nn.BCEWithLogitsLoss()(outputs, targets)

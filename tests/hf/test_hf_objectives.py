@@ -129,7 +129,7 @@ def test_an_objective_counts_from_its_first_sample(made):
 
 
 def test_the_released_layout_is_for_models_that_fill_blanks(made, tmp_path):
-    with pytest.raises(CheckpointError, match="trained on causal, which the released layout"):
+    with pytest.raises(CheckpointError, match="trained on causal, but the released layout"):
         export_run(made / "causal/run", tmp_path / "export", ExportOptions(layout="released"))
     export_run(made / "mixture/run", tmp_path / "mixture", ExportOptions(layout="released"))
     assert [path.name for path in tmp_path.iterdir()] == ["mixture"]

@@ -249,7 +249,7 @@ def test_no_two_tokens_share_the_last_block_position(positions):
     replay = filler.replay(CONTEXT, [first[0], second[0]])
     for logits, wanted in zip(replay.logits, expected, strict=True):
         torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
-    queries, keys = replay.shown["encoder"]
+    queries, keys = replay.tokens["encoder"]
     assert len(queries) == len(keys) == len(CONTEXT) + 2 * 7 and queries[-1].predicts
 
 
