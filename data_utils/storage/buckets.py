@@ -182,9 +182,9 @@ def _file_system(bucket: Bucket, endpoint: str | None) -> pyarrow.fs.FileSystem:
     environ = os.environ
     if bucket.kind == "gs":
         # By itself the library would try for a quarter of an hour.
-        return pyarrow.fs.GcsFileSystem(retry_time_limit=timedelta(seconds=_GCS_SECONDS))
+        return _library_class("GcsFileSystem")(retry_time_limit=timedelta(seconds=_GCS_SECONDS))
     if bucket.kind == "az":
-        return pyarrow.fs.AzureFileSystem(
+        return _library_class("AzureFileSystem")(
             bucket.account,
             account_key=environ.get("AZURE_STORAGE_ACCOUNT_KEY") or environ.get("AZURE_STORAGE_KEY"),
             sas_token=environ.get("AZURE_STORAGE_SAS_TOKEN"),
@@ -192,13 +192,25 @@ def _file_system(bucket: Bucket, endpoint: str | None) -> pyarrow.fs.FileSystem:
     region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION")
     if region is None:
         region = "us-east-1" if endpoint else pyarrow.fs.resolve_s3_region(bucket.name)
-    return pyarrow.fs.S3FileSystem(
+    return _library_class("S3FileSystem")(
         endpoint_override=endpoint,
         region=region,
         connect_timeout=_TIMEOUT_SECONDS,
         request_timeout=_TIMEOUT_SECONDS,
         retry_strategy=pyarrow.fs.AwsStandardS3RetryStrategy(max_attempts=_SDK_ATTEMPTS),
     )
+
+
+def _library_class(name: str) -> Any:
+    """A class of pyarrow.fs. Raises DataError where this pyarrow is built without it, or is older."""
+    import pyarrow.fs
+
+    try:
+        return getattr(pyarrow.fs, name)
+    except (ImportError, AttributeError):
+        raise DataError(
+            f"this pyarrow ({pyarrow.__version__}) has no {name}; install the version of requirements.txt."
+        ) from None
 
 
 def parse_bucket(url: str) -> tuple[Bucket, str]:

@@ -36,8 +36,8 @@ class Patience:
     longest_wait: float = 60.0
 
     def wait(self, failures: int) -> float:
-        """Seconds before the next attempt."""
-        return min(self.first_wait * 2**failures, self.longest_wait)
+        """Seconds before the next attempt. Args: failures: that brought nothing, in a row; 0 after a cut answer."""
+        return min(self.first_wait * 2 ** max(failures - 1, 0), self.longest_wait)
 
 
 PATIENCE = Patience()  # of what is listed from now on

@@ -2,7 +2,7 @@
 
 import gzip
 
-import pyarrow
+import pyarrow.fs
 import pytest
 from support.stored_corpora import NAMES, build, corpus_files, lines, write_files
 from support.stores import relaying
@@ -159,6 +159,12 @@ def test_words_of_other_stores_libraries_are_understood(monkeypatch, url, error,
     with pytest.raises(DataError) as refused:
         expand_inputs([url])
     assert words in str(refused.value) and "CANARY" not in str(refused.value) and url in str(refused.value)
+
+
+def test_a_pyarrow_without_a_store_is_one_line(monkeypatch):
+    monkeypatch.delattr(pyarrow.fs, "AzureFileSystem")
+    with pytest.raises(DataError, match=r"has no AzureFileSystem; install"):
+        expand_inputs(["abfs://old@account.dfs.core.windows.net/a.jsonl"])
 
 
 def test_busy_stores_end_after_ten_attempts(monkeypatch):
