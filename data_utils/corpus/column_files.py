@@ -6,6 +6,7 @@ Its formats: `Dataset.save_to_disk` writes a directory with state.json, which na
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from data_utils.corpus.stored_files import (
 
 if TYPE_CHECKING:
     import pyarrow
+    import pyarrow.parquet
 
 _BLOCK_ROWS = 512
 _FILE_MAGIC = b"ARROW1"  # the other of Arrow's two formats, as written by Feather and Polars
@@ -82,10 +84,8 @@ def _is_bytes(data_type: pyarrow.DataType) -> bool:
 
 
 def _read_parquet(path: InputFile, text_key: str) -> Iterator[tuple[pyarrow.Array, int]]:
-    import pyarrow.parquet
-
     size, rows_read = stored_bytes(path), 0
-    with pyarrow.parquet.ParquetFile(path if isinstance(path, Path) else open_input(path)) as file:
+    with open_parquet(path) as file:
         column, *fields = _column_and_fields(path, file.schema_arrow, text_key)
         for batch in file.iter_batches(batch_size=_BLOCK_ROWS, columns=[text_key]):
             rows_read += len(batch)
@@ -93,7 +93,28 @@ def _read_parquet(path: InputFile, text_key: str) -> Iterator[tuple[pyarrow.Arra
             yield _field(batch.column(column), fields), position
 
 
+def open_parquet(path: InputFile) -> pyarrow.parquet.ParquetFile:
+    """An open parquet file, to be closed. Raises: pyarrow.ArrowException, OSError."""
+    import pyarrow.parquet
+
+    return pyarrow.parquet.ParquetFile(path if isinstance(path, Path) else open_input(path))
+
+
 def _read_arrow(path: InputFile, text_key: str) -> Iterator[tuple[pyarrow.Array, int]]:
+    with open_arrow(path) as (schema, batches):
+        column, *fields = _column_and_fields(path, schema, text_key)
+        for batch, position in batches:
+            yield _checked(_field(batch.column(column), fields)), position
+
+
+@contextlib.contextmanager
+def open_arrow(
+    path: InputFile,
+) -> Iterator[tuple[pyarrow.Schema, Iterator[tuple[pyarrow.RecordBatch, int]]]]:
+    """The schema of an Arrow file, and its batches with the bytes of the file up to there.
+
+    Raises: pyarrow.ArrowException, OSError.
+    """
     import pyarrow.ipc
 
     with _arrow_source(path) as source:
@@ -106,9 +127,7 @@ def _read_arrow(path: InputFile, text_key: str) -> Iterator[tuple[pyarrow.Array,
         else:
             reader = pyarrow.ipc.open_stream(source)
             batches = ((batch, source.tell()) for batch in reader)
-        column, *fields = _column_and_fields(path, reader.schema, text_key)
-        for batch, position in batches:
-            yield _checked(_field(batch.column(column), fields)), position
+        yield reader.schema, batches
 
 
 def _arrow_source(path: InputFile) -> pyarrow.NativeFile:
