@@ -157,8 +157,9 @@ def test_a_dataset_records_how_text_in_a_bucket_was_cleaned(tmp_path, bucket, cl
     bucket.put("sets/clean/text/00000.jsonl", clean_text["text/00000.jsonl"] * 2)
     with pytest.raises(DataError, match=r"clean/text/00000.jsonl is not as the cleaning run wrote it"):
         record(tmp_path, "e", "s3://corpora/sets/clean/text/*.jsonl")
-    bucket.put("text/a.jsonl", clean_text["text/00000.jsonl"])
-    assert record(tmp_path, "f", "s3://corpora/text/a.jsonl") is None
+    for key in ("text/a.jsonl", "sets/clean/more/a.jsonl"):
+        bucket.put(key, clean_text["text/00000.jsonl"])
+    assert record(tmp_path, "f", "s3://corpora/text/a.jsonl", "s3://corpora/sets/clean/more/a.jsonl") is None
 
 
 def test_a_dataset_of_text_on_a_web_server_has_the_record_if_the_server_gives_it(tmp_path, clean_text):
