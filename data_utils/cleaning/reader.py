@@ -16,7 +16,7 @@ from datatrove.pipeline.base import PipelineStep
 
 from data_utils.cleaning.counts import CountFile, text_bytes
 from data_utils.common.errors import DataError
-from data_utils.corpus.column_files import open_arrow, open_parquet
+from data_utils.corpus.column_files import open_arrow, open_parquet, table_errors
 from data_utils.corpus.documents import (
     FileRange,
     ParsedBlock,
@@ -162,9 +162,10 @@ def _table_rows(path: InputFile, names: Sequence[str]) -> Iterator[dict[str, Any
         for row in zip(*columns, strict=True):
             yield {name: value for name, value in zip(names, row, strict=True) if value is not None}
         return
-    for batch in _batches(path, names):
-        for row in batch.to_pylist():
-            yield _values(row, names)
+    with table_errors(path):
+        for batch in _batches(path, names):
+            for row in batch.to_pylist():
+                yield _values(row, names)
 
 
 def _column_of_text(path: InputFile, name: str) -> Iterator[str | None]:

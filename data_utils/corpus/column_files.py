@@ -38,21 +38,27 @@ def column_texts(path: InputFile, text_key: str) -> Iterator[tuple[list[bytes | 
     Args: text_key: a column, or `a.b` for the field b of the column a.
     Raises: DataError for a damaged file, and one without such a column of text.
     """
-    import pyarrow
-
-    is_parquet = path.suffix.lower() == ".parquet"
-    read = _read_parquet if is_parquet else _read_arrow
+    read = _read_parquet if path.suffix.lower() == ".parquet" else _read_arrow
     null = UnusableRecord("field_not_text", f"column {text_key!r} is null, not text")
-    try:
+    with table_errors(path):
         open_input(path).close()  # pyarrow would wait for the other end of a pipe
         for column, position in read(path, text_key):
             for start in range(0, len(column), _BLOCK_ROWS):
                 # as bytes, so that one invalid string does not make the whole block unreadable
                 texts = _as_bytes(column.slice(start, _BLOCK_ROWS))
                 yield [null if text is None else text for text in texts.to_pylist()], position
+
+
+@contextlib.contextmanager
+def table_errors(path: InputFile) -> Iterator[None]:
+    """Turn errors of opening and reading a table into a DataError, or a MemoryError."""
+    import pyarrow
+
+    try:
+        yield
     except (pyarrow.ArrowException, OSError) as error:
         raise_if_out_of_memory(error)
-        file_type = "parquet" if is_parquet else "Arrow"
+        file_type = "parquet" if path.suffix.lower() == ".parquet" else "Arrow"
         raise DataError(
             f"{path}: not a readable {file_type} file ({one_line(error)}); download it again."
         ) from None

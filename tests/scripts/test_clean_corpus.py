@@ -310,6 +310,19 @@ def test_columns_that_a_table_has_not_are_one_line(raw):
         assert_stopped(done, "there is no column 'lang'")
 
 
+def test_a_damaged_column_is_one_line(raw):
+    """Of the fields, where that of the text is whole."""
+    path = raw / "a.parquet"
+    write_other(path, crawl())
+    group = parquet.read_metadata(path).row_group(0)
+    damaged = next(c for c in map(group.column, range(group.num_columns)) if c.path_in_schema == "score")
+    content = bytearray(path.read_bytes())
+    content[damaged.data_page_offset : damaged.data_page_offset + 8] = b"\xff" * 8
+    path.write_bytes(content)
+    done = cleaning.clean(raw, "--input", "a.parquet", "--output", "out", keep="score > 3")
+    assert_stopped(done, "a.parquet: not a readable parquet file")
+
+
 def test_without_datatrove_the_remedy_is_named(raw):
     """Its package is hidden in a new process."""
     hidden = raw / "hidden"
