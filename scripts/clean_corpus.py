@@ -34,7 +34,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     text = "YAML file of rules, or the name of one in configs/cleaning/: gopher, c4, fineweb, wikipedia-like"
     add("--recipe", type=expanded_path, required=True, help=text)
-    text = "files, globs, directories of parts, as scripts/preprocess_data.py takes them"
+    text = "files, globs, directories of parts and URLs, as scripts/preprocess_data.py takes them"
     add("--input", type=expanded_path, dest="inputs", nargs="+", required=True, help=text)
     text = "new directory for text/*.jsonl, manifest.json, report.html and report.json"
     add("--output", type=Path, required=True, help=text)

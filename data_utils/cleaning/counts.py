@@ -78,13 +78,16 @@ def merged_rules(files: CountFile) -> dict[str, Rule]:
 
 
 def merged_records(files: CountFile) -> tuple[dict[str, Any], RecordCounts]:
-    """What readers read over all tasks: documents, bytes and the names of fields that occur; and the bad records."""
-    read: dict[str, Any] = {"documents": 0, "bytes": 0, "fields": set()}
+    """What readers read over all tasks: documents, bytes, the names of fields that occur, and [source, start, lines] of
+    each range that another one follows in its file; and the bad records.
+    """
+    read: dict[str, Any] = {"documents": 0, "bytes": 0, "fields": set(), "lines": []}
     records = RecordCounts()
     for counts in files.read():
         read["documents"] += counts["documents"]
         read["bytes"] += counts["bytes"]
         read["fields"].update(counts["fields"])
+        read["lines"] += counts["lines"]
         examples = [SourceLocation(**location) for location in counts["records"]["examples"]]
         records.merge(RecordCounts(**{**counts["records"], "examples": examples}))
     return read, records

@@ -20,15 +20,18 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
 from datatrove.executor.base import PipelineExecutor
 from datatrove.utils.logging import logger
+from datatrove.utils.stats import PipelineStats
 
 import data_utils
 from data_utils.cleaning.stages import Stage, WorkFolders
@@ -93,14 +96,32 @@ class Execution:
             raise ConfigError(f"{'. '.join(problems)}.")
 
 
-class LocalTasks(LocalPipelineExecutor):
+class WithoutSecrets(PipelineExecutor):
+    """An executor that writes nothing of inputs into its files: URLs may hold signatures, headers the hub's token."""
+
+    def save_executor_as_json(self, indent: int = 4) -> None:
+        """Nothing: datatrove would write each attribute of each step, and nobody reads it."""
+
+    def _run_for_rank(self, rank: int, local_rank: int = 0, node_rank: int = -1) -> PipelineStats:
+        logger.configure(patcher=_plain_traceback)
+        return super()._run_for_rank(rank, local_rank, node_rank)
+
+
+def _plain_traceback(record: dict[str, Any]) -> None:
+    """Give a record of the log Python's own traceback: loguru's has the values of all variables in its lines."""
+    if (error := record["exception"]) is not None:
+        record["exception"] = None
+        lines = traceback.format_exception(error.type, error.value, error.traceback)
+        record["message"] += "\n" + "".join(lines)
+
+
+class LocalTasks(WithoutSecrets, LocalPipelineExecutor):
     """datatrove's executor with another pool of processes."""
 
     def run(self) -> None:
         """Run the tasks that are not complete. Raises: what a task raised; BrokenProcessPool if one was killed."""
         global _executor
         ranks = self.get_incomplete_ranks()
-        self.save_executor_as_json()
         _executor = self  # the workers are forks, so nothing is pickled
         stage = Path(self.logging_dir.path).name
         done = self.tasks - len(ranks)
@@ -138,7 +159,11 @@ def _run_task(rank: int) -> None:
             logger.remove()
 
 
-class SlurmTasks(SlurmPipelineExecutor):
+class RayTasks(WithoutSecrets, RayPipelineExecutor):
+    """datatrove's executor."""
+
+
+class SlurmTasks(WithoutSecrets, SlurmPipelineExecutor):
     """datatrove's executor without the job that sums up its statistics: the report has its own counts."""
 
     def launch_merge_stats(self) -> None:
@@ -190,7 +215,7 @@ def _make_executor(
     cpus = execution.cpus_per_task or 1
     gigabytes = execution.gigabytes_per_cpu or 2
     if execution.executor == "ray":
-        return RayPipelineExecutor(
+        return RayTasks(
             stage.pipeline, tasks, workers, logging_dir=logs, cpus_per_task=cpus, mem_per_cpu_gb=gigabytes
         )
     return SlurmTasks(
@@ -224,7 +249,7 @@ def _user_error_in(log: Path) -> str | None:
         text = log.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    found = re.findall(r"^data_utils\.common\.errors\.\w+Error: (.*)$", text, re.M)
+    found = re.findall(r"^data_utils[\w.]*\.\w+Error: (.*)$", text, re.M)
     return found[-1] if found else None
 
 

@@ -6,9 +6,9 @@ any number of tasks. datatrove's own readers deal whole files out in turn, so wh
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from datatrove.data import Document, DocumentsPipeline
@@ -16,6 +16,7 @@ from datatrove.pipeline.base import PipelineStep
 
 from data_utils.cleaning.counts import CountFile, text_bytes
 from data_utils.common.errors import DataError
+from data_utils.corpus.column_files import open_arrow, open_parquet, table_errors
 from data_utils.corpus.documents import (
     FileRange,
     ParsedBlock,
@@ -28,7 +29,7 @@ from data_utils.corpus.documents import (
 )
 from data_utils.corpus.inputs import DELIMITERS, file_ending
 from data_utils.corpus.json_records import UnusableRecord, field_at, parse_json_object
-from data_utils.corpus.stored_files import stored_bytes
+from data_utils.corpus.stored_files import InputFile, stored_bytes
 
 _TABLE_ROWS = 512  # of a table, read at a time
 
@@ -43,7 +44,7 @@ class Reading:
     max_bad_records: int = 1000
 
 
-def ranges_of_tasks(paths: Sequence[Path], reading: Reading, tasks: int) -> list[list[FileRange]]:
+def ranges_of_tasks(paths: Sequence[InputFile], reading: Reading, tasks: int) -> list[list[FileRange]]:
     """The input of each task: about equal shares by stored bytes, in the order of the input; the last may be empty."""
     total = sum(map(stored_bytes, paths))
     shards = plan_shards(paths, reading.text_split, max(-(-total // tasks), 1))
@@ -70,10 +71,13 @@ class CorpusReader(PipelineStep):
         """Raises: DataError as `read_documents`; the limit of bad records is checked here for the task alone."""
         records, documents, size = RecordCounts(), 0, 0
         seen: set[str] = set()  # fields
+        lines: Counter[tuple[str, int]] = Counter()  # of ranges that other ranges of their file follow
         reading, fields = self.reading, FieldReader(self.fields)
-        for block in read_blocks(self.ranges[rank], reading.text_key, reading.text_split):
+        for file_range, block in self._blocks(rank):
+            if file_range.stop is not None:
+                lines[block.source, block.start] += block.num_lines
             parsed = parse_block(block, reading.text_key)
-            values = fields.read(block, parsed)
+            values = fields.read(file_range.path, block, parsed)
             records.merge(parsed.counts)
             records.enforce(reading.on_bad_record, reading.max_bad_records, reading.text_split)
             for text, line, named in zip(parsed.texts, parsed.lines, values, strict=True):
@@ -86,9 +90,13 @@ class CorpusReader(PipelineStep):
                         "source": block.source, "start": block.start, "line": line, "task": rank, "fields": named,
                     },
                 )  # fmt: skip
-        self.counts.write(
-            rank, {"documents": documents, "bytes": size, "fields": sorted(seen), "records": records}
-        )
+        counts = {"documents": documents, "bytes": size, "fields": sorted(seen), "records": records}
+        self.counts.write(rank, {**counts, "lines": [[*key, count] for key, count in lines.items()]})
+
+    def _blocks(self, rank: int) -> Iterator[tuple[FileRange, RecordBlock]]:
+        for file_range in self.ranges[rank]:
+            for block in read_blocks([file_range], self.reading.text_key, self.reading.text_split):
+                yield file_range, block
 
 
 class FieldReader:
@@ -99,11 +107,11 @@ class FieldReader:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = tuple(names)
-        self._source = ""
+        self._path: InputFile | None = None
         self._rows: Iterator[dict[str, Any]] = iter(())
 
-    def read(self, block: RecordBlock, parsed: ParsedBlock) -> list[dict[str, Any]]:
-        """The fields of each document of a block.
+    def read(self, path: InputFile, block: RecordBlock, parsed: ParsedBlock) -> list[dict[str, Any]]:
+        """The fields of each document of a block of a file.
 
         A record whose fields cannot be read goes from the documents of `parsed` to its bad records.
         """
@@ -111,8 +119,8 @@ class FieldReader:
             return [{} for _ in parsed.texts]
         if block.record_format == "jsonl":
             return self._of_lines(block, parsed)
-        if block.source != self._source:
-            self._source, self._rows = block.source, _table_rows(Path(block.source), self._names)
+        if path != self._path:
+            self._path, self._rows = path, _table_rows(path, self._names)
         rows = [next(self._rows) for _ in range(block.num_lines)]
         return [rows[line - block.first_line] for line in parsed.lines]
 
@@ -147,23 +155,23 @@ def _values(tree: Any, names: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def _table_rows(path: Path, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _table_rows(path: InputFile, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The fields of each row of a table, in order."""
     if file_ending(path) in DELIMITERS:
         columns = [_column_of_text(path, name) for name in names]
         for row in zip(*columns, strict=True):
             yield {name: value for name, value in zip(names, row, strict=True) if value is not None}
         return
-    for batch in _batches(path, names):
-        for row in batch.to_pylist():
-            yield _values(row, names)
+    with table_errors(path):
+        for batch in _batches(path, names):
+            for row in batch.to_pylist():
+                yield _values(row, names)
 
 
-def _column_of_text(path: Path, name: str) -> Iterator[str | None]:
+def _column_of_text(path: InputFile, name: str) -> Iterator[str | None]:
     """A column of a .csv or .tsv file; None where the row is unusable."""
     try:
         for block in read_blocks([FileRange(path)], name):
-            assert isinstance(block.data, list)
             assert isinstance(block.data, list)
             for value in block.data:
                 yield None if isinstance(value, UnusableRecord) else value.decode("utf-8", "replace")
@@ -173,27 +181,20 @@ def _column_of_text(path: Path, name: str) -> Iterator[str | None]:
         ) from None
 
 
-def _batches(path: Path, names: Sequence[str]) -> Iterator[Any]:
+def _batches(path: InputFile, names: Sequence[str]) -> Iterator[Any]:
     """Batches of rows of a parquet or Arrow file, of the columns in which the fields are."""
-    import pyarrow.ipc
-    import pyarrow.parquet
-
     if file_ending(path) == ".parquet":
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with open_parquet(path) as file:
             columns = _columns(path, file.schema_arrow.names, names)
             yield from file.iter_batches(batch_size=_TABLE_ROWS, columns=columns)
         return
-    with pyarrow.memory_map(str(path)) as source:
-        is_file = source.read(6) == b"ARROW1"
-        source.seek(0)
-        reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
-        columns = _columns(path, reader.schema.names, names)
-        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else iter(reader)
-        for batch in batches:
+    with open_arrow(path) as (schema, batches):
+        columns = _columns(path, schema.names, names)
+        for batch, _ in batches:
             yield batch.select(columns)
 
 
-def _columns(path: Path, present: Sequence[str], names: Sequence[str]) -> list[str]:
+def _columns(path: InputFile, present: Sequence[str], names: Sequence[str]) -> list[str]:
     """The columns in which the fields are. Raises DataError for one that is nowhere."""
     columns = {name: name if name in present else name.partition(".")[0] for name in names}
     for name, column in columns.items():

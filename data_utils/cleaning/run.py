@@ -12,7 +12,6 @@ files.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -30,22 +29,19 @@ from data_utils.common.errors import ConfigError, DataError
 from data_utils.common.files import disk_errors, locked, put_in_place, require_new_directory, write_atomically
 from data_utils.common.settings import leaves, to_tree
 from data_utils.common.untrusted import parse_json, read_bounded
-from data_utils.corpus.documents import (
-    FileRange,
-    check_options,
-    check_text_key,
-    lines_before,
-    read_document_files,
-)
+from data_utils.common.urls import is_url, without_secrets
+from data_utils.corpus.documents import check_options, check_text_key, read_document_files
 from data_utils.corpus.inputs import expand_inputs
+from data_utils.corpus.stored_files import InputFile
 from data_utils.dataset.cleaning_record import FILE, TEXT, record_bytes
+from data_utils.storage.objects import StoredObject
 
 if TYPE_CHECKING:
     from data_utils.cleaning.executors import Execution
     from data_utils.cleaning.reader import Reading
     from data_utils.cleaning.stages import Inputs, WorkFolders
 
-_PLAN_VERSION = 1
+_PLAN_VERSION = 2
 _PLAN = "plan.json"
 _MAX_BYTES = 256 << 20  # of a plan
 _PACKAGES = ("datatrove", "regex", "dill", "loguru")  # datatrove 0.10 imports regex and does not say so
@@ -66,7 +62,7 @@ class CleaningConfig:
     """The options that decide the output, with `tasks`, which decides its files. Raises ConfigError."""
 
     recipe: RecipeFile
-    inputs: Sequence[str]  # files and globs
+    inputs: Sequence[str]  # files, globs and URLs
     output: Path
     evaluation_inputs: Sequence[str] = ()
     held_out: Sequence[str] = ()
@@ -109,6 +105,7 @@ def clean_corpus(
     Raises: ConfigError; DataError for bad input, output that exists or cannot be written, another run that was started
         and not finished, a task that failed.
     """
+    _check_urls(config, execution)
     output = Path(os.path.abspath(config.output))
     work = output.with_name(f"{output.name}.cleaning")
     with disk_errors(output), locked(output):
@@ -125,6 +122,24 @@ def clean_corpus(
         put_in_place(work / "output", output)
         _remove(work)
     return report
+
+
+def _check_urls(config: CleaningConfig, execution: Execution) -> None:
+    """Raise ConfigError for a secret in a URL that would reach the tasks by a file.
+
+    A job of SLURM reads its inputs from a pickle on a file system that nodes share, which stays there if the command is
+    killed; Ray moves what its memory does not hold to disk.
+    """
+    if execution.executor == "local":
+        return
+    for option, urls in (("--input", config.inputs), ("--held-out", config.held_out)):
+        for url in filter(is_url, urls):
+            if without_secrets(url) != url:
+                raise ConfigError(
+                    f"{option} {without_secrets(url)} is given with a password or a query, which --executor "
+                    f"{execution.executor} would write into files; use --executor local, or a store whose credentials "
+                    "come from the environment."
+                )
 
 
 def _remove(work: Path) -> None:
@@ -144,10 +159,10 @@ def _read_inputs(config: CleaningConfig, absolute: bool) -> Inputs:
     held_out = expand_inputs(config.held_out) if config.held_out else []
     evaluation_paths = expand_inputs(config.evaluation_inputs) if config.evaluation_inputs else []
     check_text_key(reading.text_key, [*paths, *held_out, *evaluation_paths])
-    among = {(state.st_dev, state.st_ino) for state in (path.stat() for path in paths)}
+    among = set(map(_content_key, paths))
     for option, others in (("--held-out", held_out), ("--decontaminate", evaluation_paths)):
         for path in others:
-            if (path.stat().st_dev, path.stat().st_ino) in among:
+            if _content_key(path) in among:
                 raise DataError(
                     f"{option} {path} is also an --input, all of which it would remove; name it once."
                 )
@@ -177,7 +192,18 @@ def _plan(config: CleaningConfig, inputs: Inputs) -> dict[str, Any]:
     return json.loads(json.dumps(plan))
 
 
-def _identity(path: Path) -> list[Any]:
+def _content_key(path: InputFile) -> tuple[Any, ...]:
+    """Equal for two names of one file."""
+    if isinstance(path, StoredObject):
+        return path.label, path.size, path.identity
+    state = path.stat()
+    return state.st_dev, state.st_ino
+
+
+def _identity(path: InputFile) -> list[Any]:
+    """An input in the plan, without what may be secret in its URL."""
+    if isinstance(path, StoredObject):
+        return [path.label, path.size, path.identity]
     state = path.stat()
     return [str(path.absolute()), state.st_size, state.st_mtime_ns]
 
@@ -312,7 +338,7 @@ def _report(
         # What c4 left without text is counted by a step of its own.
         for name in [step, "c4.empty"] if step == "c4" else [step]:
             for rule, counts in merged_rules(folders.counts(f"removed/{name}")).items():
-                rules[rule] = {**_rule(counts, config.reading.text_split), "removed": removes}
+                rules[rule] = {**_rule(counts, read["lines"]), "removed": removes}
     report = {
         "recipe": to_tree(recipe),
         "recipe_file": {"name": config.recipe.path.name, "sha256": config.recipe.sha256},
@@ -344,21 +370,21 @@ def _report(
     return report, files
 
 
-def _rule(counts: Rule, text_split: str) -> dict[str, Any]:
+def _rule(counts: Rule, lines: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """A rule in the report. Args: lines: [source, start, lines] of ranges of files."""
     return {
         "documents": counts.documents,
         "bytes": counts.bytes,
         "examples": [
-            {"at": _location(example, text_split), "text": example["text"]} for example in counts.examples
+            {"at": _location(example, lines), "text": example["text"]} for example in counts.examples
         ],
     }
 
 
-def _location(example: Mapping[str, Any], text_split: str) -> str:
-    before = 0
-    with contextlib.suppress(DataError):  # the input may be gone by now
-        before = lines_before(FileRange(Path(example["source"]), example["start"]), text_split)
-    return f"{example['source']}:{example['line'] + before}"
+def _location(example: Mapping[str, Any], lines: Sequence[Sequence[Any]]) -> str:
+    source, start = example["source"], example["start"]
+    before = sum(count for name, begin, count in lines if name == source and begin < start)
+    return f"{source}:{example['line'] + before}"
 
 
 def _require_whole(report: Mapping[str, Any], folders: WorkFolders, files: Mapping[str, int]) -> None:

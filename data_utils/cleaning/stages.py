@@ -46,6 +46,7 @@ from data_utils.cleaning.reader import CorpusReader, Reading, ranges_of_tasks
 from data_utils.cleaning.recipe import NearDuplicates, Recipe
 from data_utils.cleaning.writers import CleanText, RemovedDocuments
 from data_utils.corpus.documents import FileRange
+from data_utils.corpus.stored_files import InputFile
 
 MAX_TASKS = 60_000  # an exact duplicate's priority is a number of 16 bits
 # 64 bits of SHA-1, as in the run that made FineWeb; xxhash is faster, and one more package.
@@ -65,8 +66,8 @@ class Stage:
 class Inputs:
     """The texts of a run."""
 
-    paths: Sequence[Path]
-    held_out: Sequence[Path]
+    paths: Sequence[InputFile]
+    held_out: Sequence[InputFile]
     evaluation: EvaluationTexts | None
     reading: Reading
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 
-# A scheme has two letters or more, so that no drive letter is one.
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
-_IN_TEXT = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+://)([^\s'\"]*)")
+# A scheme has two letters or more, so that no drive letter is one; and a bound, without which the search takes the
+# square of the length of a text.
+_SCHEME = r"[A-Za-z][A-Za-z0-9+.-]{1,30}://"
+_URL = re.compile(_SCHEME)
+_IN_TEXT = re.compile(rf"({_SCHEME})([^\s'\"]*)")
 _OBJECT_STORES = ("s3", "gs", "gcs", "az", "abfs", "abfss", "hf")
 
 

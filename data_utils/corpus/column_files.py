@@ -6,6 +6,7 @@ Its formats: `Dataset.save_to_disk` writes a directory with state.json, which na
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from data_utils.corpus.stored_files import (
 
 if TYPE_CHECKING:
     import pyarrow
+    import pyarrow.parquet
 
 _BLOCK_ROWS = 512
 _FILE_MAGIC = b"ARROW1"  # the other of Arrow's two formats, as written by Feather and Polars
@@ -36,21 +38,27 @@ def column_texts(path: InputFile, text_key: str) -> Iterator[tuple[list[bytes | 
     Args: text_key: a column, or `a.b` for the field b of the column a.
     Raises: DataError for a damaged file, and one without such a column of text.
     """
-    import pyarrow
-
-    is_parquet = path.suffix.lower() == ".parquet"
-    read = _read_parquet if is_parquet else _read_arrow
+    read = _read_parquet if path.suffix.lower() == ".parquet" else _read_arrow
     null = UnusableRecord("field_not_text", f"column {text_key!r} is null, not text")
-    try:
+    with table_errors(path):
         open_input(path).close()  # pyarrow would wait for the other end of a pipe
         for column, position in read(path, text_key):
             for start in range(0, len(column), _BLOCK_ROWS):
                 # as bytes, so that one invalid string does not make the whole block unreadable
                 texts = _as_bytes(column.slice(start, _BLOCK_ROWS))
                 yield [null if text is None else text for text in texts.to_pylist()], position
+
+
+@contextlib.contextmanager
+def table_errors(path: InputFile) -> Iterator[None]:
+    """Turn errors of opening and reading a table into a DataError, or a MemoryError."""
+    import pyarrow
+
+    try:
+        yield
     except (pyarrow.ArrowException, OSError) as error:
         raise_if_out_of_memory(error)
-        file_type = "parquet" if is_parquet else "Arrow"
+        file_type = "parquet" if path.suffix.lower() == ".parquet" else "Arrow"
         raise DataError(
             f"{path}: not a readable {file_type} file ({one_line(error)}); download it again."
         ) from None
@@ -82,10 +90,8 @@ def _is_bytes(data_type: pyarrow.DataType) -> bool:
 
 
 def _read_parquet(path: InputFile, text_key: str) -> Iterator[tuple[pyarrow.Array, int]]:
-    import pyarrow.parquet
-
     size, rows_read = stored_bytes(path), 0
-    with pyarrow.parquet.ParquetFile(path if isinstance(path, Path) else open_input(path)) as file:
+    with open_parquet(path) as file:
         column, *fields = _column_and_fields(path, file.schema_arrow, text_key)
         for batch in file.iter_batches(batch_size=_BLOCK_ROWS, columns=[text_key]):
             rows_read += len(batch)
@@ -93,7 +99,28 @@ def _read_parquet(path: InputFile, text_key: str) -> Iterator[tuple[pyarrow.Arra
             yield _field(batch.column(column), fields), position
 
 
+def open_parquet(path: InputFile) -> pyarrow.parquet.ParquetFile:
+    """An open parquet file, to be closed. Raises: pyarrow.ArrowException, OSError."""
+    import pyarrow.parquet
+
+    return pyarrow.parquet.ParquetFile(path if isinstance(path, Path) else open_input(path))
+
+
 def _read_arrow(path: InputFile, text_key: str) -> Iterator[tuple[pyarrow.Array, int]]:
+    with open_arrow(path) as (schema, batches):
+        column, *fields = _column_and_fields(path, schema, text_key)
+        for batch, position in batches:
+            yield _checked(_field(batch.column(column), fields)), position
+
+
+@contextlib.contextmanager
+def open_arrow(
+    path: InputFile,
+) -> Iterator[tuple[pyarrow.Schema, Iterator[tuple[pyarrow.RecordBatch, int]]]]:
+    """The schema of an Arrow file, and its batches with the bytes of the file up to there.
+
+    Raises: pyarrow.ArrowException, OSError.
+    """
     import pyarrow.ipc
 
     with _arrow_source(path) as source:
@@ -106,9 +133,7 @@ def _read_arrow(path: InputFile, text_key: str) -> Iterator[tuple[pyarrow.Array,
         else:
             reader = pyarrow.ipc.open_stream(source)
             batches = ((batch, source.tell()) for batch in reader)
-        column, *fields = _column_and_fields(path, reader.schema, text_key)
-        for batch, position in batches:
-            yield _checked(_field(batch.column(column), fields)), position
+        yield reader.schema, batches
 
 
 def _arrow_source(path: InputFile) -> pyarrow.NativeFile:

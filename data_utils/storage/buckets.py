@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.common.urls import without_secrets
 from data_utils.storage import globs, objects
-from data_utils.storage.objects import Patience, StoredObject, TemporaryError, patiently
+from data_utils.storage.objects import Patience, RefusedError, StoredObject, TemporaryError, patiently
 
 if TYPE_CHECKING:
     import pyarrow.fs
@@ -66,7 +66,8 @@ class Bucket:
     account: str | None = None  # of Azure
 
     def file_system(self) -> pyarrow.fs.FileSystem:
-        return _file_system(self, os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"))
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        return _file_system(self, endpoint, os.getpid())
 
     def attempt(self, label: str, work: Callable[[], _Result]) -> _Result:
         """The result of a request. Raises TemporaryError; DataError for what the store refuses."""
@@ -98,7 +99,7 @@ class Bucket:
                 f"{label}: the bucket is in another region; set AWS_REGION to that of the bucket."
             )
         if status in (400, 401, 403) or _NO_RIGHT.search(words):
-            return DataError(
+            return RefusedError(
                 f"{label}: the store gives it to nobody without the right; {_CREDENTIALS[self.kind]}"
                 f"{self._endpoint_hint()}."
             )
@@ -156,7 +157,7 @@ class BucketStore:
 
         def read() -> bytes:
             try:
-                data = _opened(stored).read_at(stop - start, start)
+                data = _opened(stored, os.getpid()).read_at(stop - start, start)
             except OSError:
                 compare()  # the library says of an object that is gone what it says of a cut answer
                 raise
@@ -167,7 +168,7 @@ class BucketStore:
 
 
 @lru_cache(_OPENED)
-def _opened(stored: StoredObject) -> pyarrow.NativeFile:
+def _opened(stored: StoredObject, process: int) -> pyarrow.NativeFile:
     """An open object: opening costs a request."""
     assert isinstance(stored.store, BucketStore)
     bucket = stored.store.bucket
@@ -175,8 +176,8 @@ def _opened(stored: StoredObject) -> pyarrow.NativeFile:
 
 
 @cache
-def _file_system(bucket: Bucket, endpoint: str | None) -> pyarrow.fs.FileSystem:
-    """The file system of a bucket, for this process."""
+def _file_system(bucket: Bucket, endpoint: str | None, process: int) -> pyarrow.fs.FileSystem:
+    """The file system of a bucket, for this process: a fork would share the connections of the one that began it."""
     import pyarrow.fs
 
     environ = os.environ

@@ -27,6 +27,10 @@ class TemporaryError(Exception):
     """A failure that the next attempt may not have. Its message is a few words for the user."""
 
 
+class RefusedError(DataError):
+    """The store does not give an object: it has none of this name, or we have no right to it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Patience:
     """How long failures are borne."""

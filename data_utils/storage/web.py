@@ -23,7 +23,7 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 from data_utils.common.errors import DataError
 from data_utils.common.urls import without_secrets
 from data_utils.storage import objects
-from data_utils.storage.objects import Patience, StoredObject, TemporaryError, patiently
+from data_utils.storage.objects import Patience, RefusedError, StoredObject, TemporaryError, patiently
 
 TIMEOUT_SECONDS = 60.0  # without a byte
 _CHUNK_BYTES = 256 << 10
@@ -78,6 +78,11 @@ def _look(label: str, url: str) -> tuple[int, str]:
                 "noticed; download it first (curl -LO)."
             )
         return bounds[1], identity
+
+
+def is_signed(stored: StoredObject) -> bool:
+    """Whether an object's URL holds what may be secret, such as a signature of this object alone."""
+    return isinstance(stored.store, WebStore) and stored.key != stored.label
 
 
 def content(stored: StoredObject, response: Any, start: int) -> Iterator[bytes]:
@@ -189,7 +194,8 @@ def _refused(label: str, status: int) -> Exception:
             f"it was replaced since it was listed (status {status})",
             "repeat the command with --restart",
         )
-    return DataError(f"input {label}: {problem}; {remedy}.")
+    is_refused = status in (401, 403, 404, 410)
+    return (RefusedError if is_refused else DataError)(f"input {label}: {problem}; {remedy}.")
 
 
 def _failure(label: str, error: Exception) -> Exception:

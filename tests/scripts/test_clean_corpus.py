@@ -22,6 +22,7 @@ from support import cleaning
 from support.commands import Forked, assert_refused, forked
 from support.project import ROOT
 from support.slurm_cluster import reason_to_skip, running_cluster
+from support.stores import RefusedLater, serving
 from support.waiting import wait_until
 
 from data_utils.common.files import open_locked
@@ -316,6 +317,19 @@ def test_columns_that_a_table_has_not_are_one_line(raw):
         assert_stopped(done, "there is no column 'lang'")
 
 
+def test_a_damaged_column_is_one_line(raw):
+    """Of the fields, where that of the text is whole."""
+    path = raw / "a.parquet"
+    write_other(path, crawl())
+    group = parquet.read_metadata(path).row_group(0)
+    damaged = next(c for c in map(group.column, range(group.num_columns)) if c.path_in_schema == "score")
+    content = bytearray(path.read_bytes())
+    content[damaged.data_page_offset : damaged.data_page_offset + 8] = b"\xff" * 8
+    path.write_bytes(content)
+    done = cleaning.clean(raw, "--input", "a.parquet", "--output", "out", keep="score > 3")
+    assert_stopped(done, "a.parquet: not a readable parquet file")
+
+
 def test_without_datatrove_the_remedy_is_named(raw):
     """Its package is hidden in a new process."""
     hidden = raw / "hidden"
@@ -461,6 +475,24 @@ def test_job_scripts_of_slurm_give_the_same_output(raw, stub):
     assert run(raw, "--input", "raw.jsonl", "--output", "here", "--tasks", "2").returncode == 0
     assert tree(raw / "jobs") == tree(raw / "here")
     assert len((stub / "calls").read_text().splitlines()) == 3  # stages, each of which is one array
+
+
+def test_jobs_of_slurm_read_objects_but_no_url_with_a_secret(raw, stub):
+    """A job reads its pipeline, and so its inputs, from a file."""
+    cleaning.recipe(raw, keep=SETTINGS["keep"])
+    with serving({"/raw.jsonl": (raw / "raw.jsonl").read_bytes()}) as server:
+        url = f"{server.url}/raw.jsonl"
+        for secret in (f"{url}?sig=CANARY", url.replace("//", "//user:CANARY@")):
+            refused = on_slurm(raw, stub, "--output", "jobs", "--input", "raw.jsonl", secret)
+            assert_refused(refused, f"--input {url} is given with a password or a query")
+            assert "CANARY" not in refused.stderr and not server.seen
+        done = on_slurm(raw, stub, "--output", "jobs", "--tasks", "2", "--input", url)
+        assert done.returncode == 0, done.stderr
+        server.refuse = RefusedLater({"/raw.jsonl": 1})
+        failed = on_slurm(raw, stub, "--output", "failed", "--tasks", "2", "--input", url)
+        assert_stopped(failed, f"input {url}: ")
+    assert run(raw, "--input", "raw.jsonl", "--output", "here", "--tasks", "2").returncode == 0
+    assert cleaning.records(raw / "jobs") == cleaning.records(raw / "here")
 
 
 def test_a_mistake_in_a_job_is_one_line(raw, stub):

@@ -40,6 +40,16 @@ class FileServer(ThreadingHTTPServer):
         pass  # a client that closes an answer early, as ours do
 
 
+class RefusedLater(dict):
+    """A server's `refuse` of paths after a number of requests."""
+
+    def get(self, path):
+        if path not in self:
+            return None
+        self[path] -= 1
+        return 403 if self[path] < 0 else None
+
+
 def serving(files, **options):
     return running(FileServer(files, **options))
 
