@@ -61,7 +61,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     text = "validation texts of your own: their near-duplicates are removed from the output, and they are not in it"
     add("--held-out", type=expanded_path, nargs="+", default=[], metavar="FILE", help=text)
-    text = "where tasks run: processes here, jobs of SLURM, or Ray (default: local)"
+    text = "processes of this machine, jobs of SLURM, or tasks of Ray (default: local)"
     add("--executor", default="local", help=text)
     text = "parts of the work, each a file of the output; a stopped run repeats unfinished ones (default: --workers)"
     add("--tasks", type=int, help=text)

@@ -171,7 +171,10 @@ def _read_inputs(config: CleaningConfig, absolute: bool) -> Inputs:
         documents = read_document_files(evaluation_paths, **asdict(reading))
         evaluation = EvaluationTexts(list(documents))
     if absolute:
-        paths, held_out = ([path.absolute() for path in files] for files in (paths, held_out))
+        paths, held_out = (
+            [path.absolute() if isinstance(path, Path) else path for path in files]
+            for files in (paths, held_out)
+        )
     return Inputs(paths, held_out, evaluation, reading)
 
 
