@@ -17,6 +17,7 @@ from data_utils.common.batch_fields import FIELDS
 from data_utils.common.checksums import identity
 from data_utils.common.errors import DataError
 from data_utils.common.random_streams import derive_seed
+from data_utils.common.urls import is_url
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.local_copy import local_copy
 from data_utils.dataset.manifest import LABELS
@@ -348,7 +349,9 @@ class CorpusOpener:
         return SentenceIndex(dataset, length, overhead, self.row_length, decoder_dataset)
 
     def open(self, prefix: str, is_decoder: bool = False) -> IndexedDataset:
-        """The dataset as it is, to be counted."""
+        """The dataset as it is, to be counted; of one in a store the copy that training reads."""
+        if is_url(prefix) and self.data.local_directory is not None:
+            prefix = str(local_copy(prefix, self.data.local_directory))
         return IndexedDataset(prefix)
 
 
