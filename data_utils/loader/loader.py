@@ -7,6 +7,7 @@ A batch is one int32 array of fixed shape. The price is padding, 1 to 2 % of a r
 from __future__ import annotations
 
 import functools
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -269,7 +270,9 @@ def corpus_weights(
             weight * epoch_windows(index, length) / max(1, epoch_tokens(index))
             for weight, index in zip(weights, indexes, strict=True)
         ]
-        weights = [weight / (sum(weights) or 1.0) for weight in weights]
+        total = sum(weights)
+        if 0 < total < math.inf:  # others are refused where quotas are made of them
+            weights = [weight / total for weight in weights]
     if any(corpus.objective for corpus in corpora):
         return shares(corpora, objectives, weights)
     return weights

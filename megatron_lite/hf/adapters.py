@@ -22,7 +22,14 @@ import torch
 from data_utils.common.errors import CheckpointError, ConfigError
 from data_utils.common.setting_files import shown
 from data_utils.common.settings import build, merge, to_tree
-from megatron_lite.checkpoint.manifest import TASK_HEAD
+from megatron_lite.checkpoint.manifest import (
+    TASK_HEAD,
+    Checkpoint,
+    checkpoint_name,
+    checkpoints_in,
+    is_checkpoint,
+    list_checkpoints,
+)
 from megatron_lite.checkpoint.read import weight_reader
 from megatron_lite.checkpoint.resolve_path import resolve_model
 from megatron_lite.checkpoint.tensor_files import write_tensors
@@ -59,6 +66,7 @@ from megatron_lite.inference.open_run import OpenRun, open_run
 from megatron_lite.model.flops import parameter_shapes
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+SOURCE = "source.json"  # in a run: the repository and commit of the hub that its first weights are from
 _PREFIX = "base_model.model."  # of all names in peft's files
 _ENDS = {".lora_A.weight": "a", ".lora_B.weight": "b"}
 # Fields of adapter_config.json that an import reads, or that change nothing of what was trained. Of all others it takes
@@ -129,7 +137,7 @@ def write_adapter(directory: Path, run: OpenRun, weights: Weights, dtype: str) -
         directory / ADAPTER_CONFIG,
         {
             "peft_type": "LORA",
-            **_origin(run.config),
+            **_origin(run),
             "r": settings.rank,
             "lora_alpha": int(settings.alpha) if settings.alpha.is_integer() else settings.alpha,
             "lora_dropout": settings.dropout,
@@ -149,11 +157,19 @@ def _read_factor(updates: Weights, ours: str, module: ClassModule) -> torch.Tens
     return factor if ours.endswith(".a") else module.b_to_theirs(factor)
 
 
-def _origin(config: Config) -> dict[str, Any]:
-    """The repository of the hub that the run's first weights are from, if they are from one."""
-    begin = config.checkpoint.initialize_from
-    path = None if begin is None else Path(begin) / "source.json"
-    source = read_json(path) if path is not None and path.exists() else {}
+def _origin(run: OpenRun) -> dict[str, Any]:
+    """The repository of the hub that has the weights under the updates, if one has them."""
+    begin = run.config.checkpoint.initialize_from
+    # An imported adapter's run has the note itself; otherwise it is in the run that training began with.
+    directory, is_untrained = run.checkpoint.path.parent.parent, True
+    if begin is not None:
+        checkpoints = (
+            [Path(begin)] if is_checkpoint(Path(begin)) else list_checkpoints(checkpoints_in(Path(begin)))
+        )
+        is_untrained = [path.name for path in checkpoints] == [checkpoint_name(0)]
+        directory = checkpoints[0].parent.parent if checkpoints else directory
+    path = directory / SOURCE
+    source = read_json(path) if is_untrained and path.exists() else {}
     return {"base_model_name_or_path": source.get("repository"), "revision": source.get("commit")}
 
 
@@ -197,7 +213,7 @@ def import_adapter(source: Path, base: Path, output: Path, tree: Mapping[str, An
             Weights(expected, lambda name: (given if name in new else weights).read(name)),
             config,
         )
-        _copy_files(run.checkpoint.path.parent.parent, directory)
+        _copy_files(run.checkpoint, directory)
 
 
 def _open_weights(source: Path) -> Weights:
@@ -312,10 +328,12 @@ def _config(
     return replace(config, tokenizer=config.tokenizer.absolute())
 
 
-def _copy_files(base: Path, directory: Path) -> None:
+def _copy_files(base: Checkpoint, directory: Path) -> None:
     """What an export of the run needs of the import that it is of."""
-    if (base / IMPORTED_FILES).is_dir():
-        shutil.copytree(base / IMPORTED_FILES, directory / IMPORTED_FILES)
-    for name in (PADDING_ROWS, "source.json"):
-        if (base / name).exists():
-            shutil.copyfile(base / name, directory / name)
+    origin = base.path.parent.parent
+    if (origin / IMPORTED_FILES).is_dir():
+        shutil.copytree(origin / IMPORTED_FILES, directory / IMPORTED_FILES)
+    # A trained base is no longer what the hub has.
+    for name in (PADDING_ROWS, *[SOURCE] * (base.step == 0)):
+        if (origin / name).exists():
+            shutil.copyfile(origin / name, directory / name)
