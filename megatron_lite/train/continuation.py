@@ -64,12 +64,12 @@ def _require_same_lora_scale(config: Config, checkpoint: Checkpoint) -> None:
     tree = checkpoint.trainer_state().config.get("model", {}).get("lora")
     if config.model.lora is None or tree is None:
         return
-    was, now = build(LoraConfig, tree, "model.lora.").scale, config.model.lora.scale
-    if not math.isclose(was, now, rel_tol=1e-9):
+    before, now = build(LoraConfig, tree, "model.lora."), config.model.lora
+    if not math.isclose(before.scale, now.scale, rel_tol=1e-9):
         raise CheckpointError(
-            f"model.lora multiplies its updates by {now:g} (alpha {config.model.lora.alpha:g}, rank "
-            f"{config.model.lora.rank}), but those of checkpoint {checkpoint.path} were trained with {was:g}, so the "
-            "model would be another one; set model.lora.alpha and rank_stabilized as there."
+            f"model.lora multiplies its updates by {now.scale:g}, but those of checkpoint {checkpoint.path} were "
+            f"trained with {before.scale:g}, so the model would compute something else; set "
+            f"model.lora.alpha={before.alpha:g} and model.lora.rank_stabilized={str(before.rank_stabilized).lower()}."
         )
 
 
