@@ -31,7 +31,7 @@ from megatron_lite.checkpoint.manifest import (
     list_checkpoints,
 )
 from megatron_lite.checkpoint.read import weight_reader
-from megatron_lite.checkpoint.resolve_path import resolve_model
+from megatron_lite.checkpoint.resolve_path import ADAPTER_CONFIG, resolve_model
 from megatron_lite.checkpoint.tensor_files import write_tensors
 from megatron_lite.config.lora import LORA, WHOLE, LoraConfig, class_layers
 from megatron_lite.config.model import ModelConfig
@@ -65,7 +65,7 @@ from megatron_lite.hf.published.tensor_map import class_modules
 from megatron_lite.inference.open_run import OpenRun, open_run
 from megatron_lite.model.flops import parameter_shapes
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 SOURCE = "source.json"  # in a run: the repository and commit of the hub that its first weights are from
 _PREFIX = "base_model.model."  # of all names in peft's files
 _ENDS = {".lora_A.weight": "a", ".lora_B.weight": "b"}
