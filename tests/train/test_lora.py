@@ -94,6 +94,15 @@ def test_what_continues_without_its_updates_is_refused(corpus, base, tmp_path):
             look(build(Config, other))
 
 
+@pytest.mark.parametrize("begin", [{}, {"initialize": "all"}])
+def test_a_run_without_updates_does_not_get_them_on_the_way(corpus, base, tmp_path, begin):
+    directory = tmp_path if begin else base
+    with pytest.raises(
+        CheckpointError, match=r"has no updates of LoRA.*checkpoint\.initialize_from=\S+step_"
+    ):
+        look(build(Config, settings(corpus, directory, base, checkpoint=begin)))
+
+
 def test_updates_of_random_weights_are_refused(corpus, tmp_path):
     tree = merge(small_run(corpus, tmp_path), {"model": {"lora": LORA}})
     with pytest.raises(ConfigError, match=r"random weights.*checkpoint\.initialize_from"):
