@@ -39,6 +39,7 @@ from megatron_lite.hf.files.hub_files import wanted
 if TYPE_CHECKING:
     from megatron_lite.hf.files.proof import Proof
 
+MAX_SHARD_SIZE = "5GB"
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -79,8 +80,8 @@ def add_export_arguments(export: argparse.ArgumentParser) -> None:
     export.add_argument("--layout", default="huggingface", choices=("huggingface", "released"), help=text)
     text = "data type of the weights (default: fp32)"
     export.add_argument("--dtype", default="fp32", choices=("fp32", "bf16", "fp16"), help=text)
-    text = "maximum size of a weight file in bytes, KB, MB or GB (default: 5GB)"
-    export.add_argument("--max-shard-size", default="5GB", help=text)
+    text = f"maximum size of a weight file in bytes, KB, MB or GB (default: {MAX_SHARD_SIZE})"
+    export.add_argument("--max-shard-size", help=text)
     export.add_argument("--tokenizer", type=Path, help="tokenizer path, if it moved since training")
     text = "same for the decoder's tokenizer (OPTIMUS)"
     export.add_argument("--decoder-tokenizer", type=Path, help=text)
@@ -126,9 +127,14 @@ def main() -> None:
     require_new_directory(arguments.output)
     # Imported here: --help and mistakes in the arguments must not wait for torch and transformers.
     if arguments.command == "export":
-        max_shard_bytes = parse_size(arguments.max_shard_size)
         if arguments.adapter and arguments.layout == "released":
             raise ConfigError("--adapter writes names of transformers' classes; remove --layout released.")
+        if arguments.adapter and arguments.max_shard_size is not None:
+            raise ConfigError(
+                "--adapter writes one file of weights, as peft reads it; remove --max-shard-size."
+            )
+        shard_size = MAX_SHARD_SIZE if arguments.max_shard_size is None else arguments.max_shard_size
+        max_shard_bytes = parse_size(shard_size)
         resolve_model(arguments.checkpoint, "--checkpoint")
         to_push = require_push(arguments)
         from megatron_lite.hf.export import ExportOptions, export_run
@@ -152,7 +158,7 @@ def main() -> None:
     print(f"wrote {arguments.output}")
     if arguments.command != "export":
         if source.repository:
-            keep_source(source, arguments.output)
+            keep_source(source, arguments.output, is_adapter=arguments.base is not None)
         print("\n".join([*notes, *what_follows(arguments.output / "config.yaml")]))
     elif to_push is not None:
         print(f"pushed to {push(arguments.output, to_push, private=arguments.private)}")
@@ -207,10 +213,12 @@ def find_source(text: str, is_hub: bool) -> Snapshot:
     return found
 
 
-def keep_source(source: Snapshot, run: Path) -> None:
-    """Note in the run's directory of which repository and commit its first weights are."""
+def keep_source(source: Snapshot, run: Path, is_adapter: bool) -> None:
+    """Note in the run's directory of which repository and commit its first weights are, or an adapter's updates."""
+    # An adapter's run has the note of --base already, from which an export of its updates names the base model.
+    name = "adapter_source.json" if is_adapter else "source.json"
     described = {"repository": source.repository, "commit": source.commit}
-    write_whole(run / "source.json", (json.dumps(described, indent=2) + "\n").encode(), "--output")
+    write_whole(run / name, (json.dumps(described, indent=2) + "\n").encode(), "--output")
 
 
 def require_push(arguments: argparse.Namespace) -> HubName | None:

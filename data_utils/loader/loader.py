@@ -7,6 +7,7 @@ A batch is one int32 array of fixed shape. The price is padding, 1 to 2 % of a r
 from __future__ import annotations
 
 import functools
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from data_utils.common.batch_fields import FIELDS
 from data_utils.common.checksums import identity
 from data_utils.common.errors import DataError
 from data_utils.common.random_streams import derive_seed
+from data_utils.common.urls import is_url
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.local_copy import local_copy
 from data_utils.dataset.manifest import LABELS
@@ -268,7 +270,9 @@ def corpus_weights(
             weight * epoch_windows(index, length) / max(1, epoch_tokens(index))
             for weight, index in zip(weights, indexes, strict=True)
         ]
-        weights = [weight / (sum(weights) or 1.0) for weight in weights]
+        total = sum(weights)
+        if 0 < total < math.inf:  # others are refused where quotas are made of them
+            weights = [weight / total for weight in weights]
     if any(corpus.objective for corpus in corpora):
         return shares(corpora, objectives, weights)
     return weights
@@ -348,7 +352,9 @@ class CorpusOpener:
         return SentenceIndex(dataset, length, overhead, self.row_length, decoder_dataset)
 
     def open(self, prefix: str, is_decoder: bool = False) -> IndexedDataset:
-        """The dataset as it is, to be counted."""
+        """The dataset as it is, to be counted; of one in a store the copy that training reads."""
+        if is_url(prefix) and self.data.local_directory is not None:
+            prefix = str(local_copy(prefix, self.data.local_directory))
         return IndexedDataset(prefix)
 
 

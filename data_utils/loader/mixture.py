@@ -46,9 +46,11 @@ def quotas(weights: Sequence[float]) -> np.ndarray:
     Raises: ConfigError for a weight that is negative or not finite, or too small for one sample, and if all are 0.
     """
     shares = np.asarray(weights, np.float64)
-    if not np.any(shares) or not np.all(np.isfinite(shares) & (shares >= 0)):
+    with np.errstate(over="ignore"):
+        is_finite = np.isfinite(shares.sum())
+    if not np.any(shares) or not is_finite or np.any(shares < 0):
         raise ConfigError(
-            f"corpus weights are {list(weights)}; give numbers >= 0, at least one of them positive."
+            f"corpus weights are {list(weights)}; give numbers >= 0 with a finite sum, at least one of them positive."
         )
     takes_part = shares > 0
     shares = shares / shares.sum() * BLOCK_SIZE

@@ -26,6 +26,7 @@ MODEL_PATH = "a run directory or one of its checkpoints"
 MODEL_OR_EXPORT_PATH = "a run, one of its checkpoints, or an exported directory"
 RUN_PATH = "the directory of a run that has started, as run.directory names it"
 CONFIG_JSON = "config.json"  # of a class of transformers
+ADAPTER_CONFIG = "adapter_config.json"  # of peft
 RECORDS = "metrics.jsonl"  # in the directory of a run that has started
 _MAX_SHOWN = 4  # paths that a message names
 
@@ -41,6 +42,7 @@ class PathType(StrEnum):
     FINETUNED = "is an output of scripts/finetune.py"
     RUN_AND_FINETUNED = "is a run that also holds outputs of scripts/finetune.py"
     EXPORT = "is a model directory of Hugging Face transformers"
+    ADAPTER = "is an adapter of peft, the updates of another model"
     ORIGINAL_GLM = "is a checkpoint of the original GLM code (mp_rank_XX_model_states.pt)"
     PARENT = "is not a run, but holds runs"
     OTHER = "holds no run and no checkpoint"
@@ -73,6 +75,8 @@ def _classify(path: Path) -> PathType:
         return PathType.FINETUNED
     if list_checkpoints(path):
         return PathType.CHECKPOINTS
+    if (path / ADAPTER_CONFIG).exists():
+        return PathType.ADAPTER
     if next(path.glob("mp_rank_*_model_states.pt"), None) is not None:
         return PathType.ORIGINAL_GLM
     return PathType.PARENT if _runs_in(path) else PathType.OTHER
@@ -177,7 +181,10 @@ def check_output_directory(path: Path, option: str, is_tuned: bool = False) -> N
     """
     found = path_type(path)
     expected = (PathType.FINETUNED,) if is_tuned else (PathType.RUN, PathType.RUN_AND_FINETUNED)
-    if found in (*_OF_THIS_PROGRAM, PathType.EXPORT, PathType.ORIGINAL_GLM) and found not in expected:
+    if (
+        found in (*_OF_THIS_PROGRAM, PathType.EXPORT, PathType.ADAPTER, PathType.ORIGINAL_GLM)
+        and found not in expected
+    ):
         remedy = "give this as --checkpoint" if is_tuned else "give this as checkpoint.initialize_from"
         raise CheckpointError(
             f"{option} {path} {found}; choose another directory, and {remedy} to start from its weights."
@@ -213,12 +220,14 @@ def path_error(
         within = _runs_in(path)
     elif found is PathType.ABSENT and NAME.fullmatch(path.name):
         within = list_checkpoints(path.parent)[::-1]
-    convert = {PathType.EXPORT: "import", PathType.ORIGINAL_GLM: "import-megatron"}.get(found)
+    convert = {
+        PathType.EXPORT: f"import --input {path}",
+        PathType.ADAPTER: f"import --input {path} --base RUN_OF_ITS_MODEL",
+        PathType.ORIGINAL_GLM: f"import-megatron --input {path}",
+    }.get(found)
     remedy = f"give {takes}"
     if convert:
-        remedy += (
-            f"; to convert it, run python scripts/convert_checkpoint.py {convert} --input {path} --output RUN"
-        )
+        remedy += f"; to convert it, run python scripts/convert_checkpoint.py {convert} --output RUN"
     elif within:
         more = f" and {len(within) - _MAX_SHOWN} more" if len(within) > _MAX_SHOWN else ""
         remedy = f"give one: {', '.join(map(str, within[:_MAX_SHOWN]))}{more}"

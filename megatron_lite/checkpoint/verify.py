@@ -321,7 +321,14 @@ def require_found(checkpoint: Checkpoint | None, path: Path) -> Checkpoint:
 
 def check_model(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise CheckpointError unless the checkpoint's parameters have exactly these names and shapes."""
-    if any(LORA in name for name in checkpoint.shapes) and not any(LORA in name for name in shapes):
+    was_adapted, is_adapted = (any(LORA in name for name in names) for names in (checkpoint.shapes, shapes))
+    if is_adapted and not was_adapted:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} has no updates of LoRA, but model.lora is set; begin another run.directory "
+            f"with checkpoint.initialize_from={checkpoint.path} and checkpoint.initialize=weights, or set model.lora "
+            "to null."
+        )
+    if was_adapted and not is_adapted:
         raise CheckpointError(
             f"checkpoint {checkpoint.path} has updates of LoRA, but model.lora is null; set it as there, or begin with "
             "the merged model: export the checkpoint, and import the export (scripts/convert_checkpoint.py)."

@@ -163,18 +163,19 @@ def updated_parts(model: ModelConfig) -> Mapping[str, tuple[str, ...]]:
         return {}
     parts = {ours: _names(ours, theirs) for ours, theirs in class_layers(model).items()}
     every = [names for of_layer in parts.values() for names in of_layer.values()]
-    for target in lora.targets:
-        known = list(dict.fromkeys(name for names in every for name in names))
-        check(
-            any(_is_named(target, name) for name in known),
-            f"model.lora.targets contains {shown(target)}, but updates are of linear layers in blocks, not of "
-            f"embeddings, norms or heads; choose from {', '.join(known)}, or from their last words.",
-        )
-        check(
-            target != "dense" or model.system not in _DENSE_IN_HEADS,
-            f"model.lora.targets contains dense, which in the class of {model.system} is also the name of layers in "
-            f"its heads, that have no update here; choose from {', '.join(known)}.",
-        )
+    known = list(dict.fromkeys(name for names in every for name in names))
+    unknown = [target for target in lora.targets if not any(_is_named(target, name) for name in known)]
+    check(
+        not unknown,
+        f"model.lora.targets contains {', '.join(map(shown, unknown))}, but updates are of linear layers in blocks, "
+        f"not of embeddings, norms or heads; choose from {', '.join(known)}, or from their last words, or set it to [] "
+        "for all of them.",
+    )
+    check(
+        "dense" not in lora.targets or model.system not in _DENSE_IN_HEADS,
+        f"model.lora.targets contains dense, which in the class of {model.system} is also the name of layers in "
+        f"its heads, that have no update here; choose from {', '.join(known)}.",
+    )
     return {
         ours: chosen
         for ours, of_layer in parts.items()

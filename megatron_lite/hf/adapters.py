@@ -15,18 +15,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from data_utils.common.errors import CheckpointError
+from data_utils.common.errors import CheckpointError, ConfigError
 from data_utils.common.setting_files import shown
 from data_utils.common.settings import build, merge, to_tree
-from megatron_lite.checkpoint.manifest import TASK_HEAD
+from megatron_lite.checkpoint.manifest import (
+    TASK_HEAD,
+    Checkpoint,
+    checkpoint_name,
+    checkpoints_in,
+    is_checkpoint,
+    list_checkpoints,
+)
 from megatron_lite.checkpoint.read import weight_reader
-from megatron_lite.checkpoint.resolve_path import resolve_model
+from megatron_lite.checkpoint.resolve_path import ADAPTER_CONFIG, resolve_model
 from megatron_lite.checkpoint.tensor_files import write_tensors
-from megatron_lite.config.lora import LORA, WHOLE, class_layers
+from megatron_lite.config.lora import LORA, WHOLE, LoraConfig, class_layers
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.files.first_checkpoint import write_imported_run
@@ -58,7 +65,8 @@ from megatron_lite.hf.published.tensor_map import class_modules
 from megatron_lite.inference.open_run import OpenRun, open_run
 from megatron_lite.model.flops import parameter_shapes
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+SOURCE = "source.json"  # in a run: the repository and commit of the hub that its first weights are from
 _PREFIX = "base_model.model."  # of all names in peft's files
 _ENDS = {".lora_A.weight": "a", ".lora_B.weight": "b"}
 # Fields of adapter_config.json that an import reads, or that change nothing of what was trained. Of all others it takes
@@ -129,7 +137,7 @@ def write_adapter(directory: Path, run: OpenRun, weights: Weights, dtype: str) -
         directory / ADAPTER_CONFIG,
         {
             "peft_type": "LORA",
-            **_origin(run.config),
+            **_origin(run),
             "r": settings.rank,
             "lora_alpha": int(settings.alpha) if settings.alpha.is_integer() else settings.alpha,
             "lora_dropout": settings.dropout,
@@ -149,11 +157,19 @@ def _read_factor(updates: Weights, ours: str, module: ClassModule) -> torch.Tens
     return factor if ours.endswith(".a") else module.b_to_theirs(factor)
 
 
-def _origin(config: Config) -> dict[str, Any]:
-    """The repository of the hub that the run's first weights are from, if they are from one."""
-    begin = config.checkpoint.initialize_from
-    path = None if begin is None else Path(begin) / "source.json"
-    source = read_json(path) if path is not None and path.exists() else {}
+def _origin(run: OpenRun) -> dict[str, Any]:
+    """The repository of the hub that has the weights under the updates, if one has them."""
+    begin = run.config.checkpoint.initialize_from
+    # An imported adapter's run has the note itself; otherwise it is in the run that training began with.
+    directory, is_untrained = run.checkpoint.path.parent.parent, True
+    if begin is not None:
+        checkpoints = (
+            [Path(begin)] if is_checkpoint(Path(begin)) else list_checkpoints(checkpoints_in(Path(begin)))
+        )
+        is_untrained = [path.name for path in checkpoints] == [checkpoint_name(0)]
+        directory = checkpoints[0].parent.parent if checkpoints else directory
+    path = directory / SOURCE
+    source = read_json(path) if is_untrained and path.exists() else {}
     return {"base_model_name_or_path": source.get("repository"), "revision": source.get("commit")}
 
 
@@ -181,23 +197,23 @@ def import_adapter(source: Path, base: Path, output: Path, tree: Mapping[str, An
     Raises: CheckpointError, DataError or ConfigError; `output` then does not exist.
     """
     with new_directory(output) as directory:
-        fields = _read_fields(source / ADAPTER_CONFIG)
+        settings = _read_settings(source / ADAPTER_CONFIG)
         adapter = _open_weights(source)
         run = open_run(resolve_model(base, "--base"))
         _require_base(run, base)
         weights = Weights(run.checkpoint.shapes, weight_reader(run.checkpoint))
         names = class_names(run, weights)
         given = _our_tensors(source, adapter, names)
-        config = _config(run, output, fields, given, tree)
+        config = _config(run, output, settings, given, tree)
         expected = parameter_shapes(config.model)
         new = {name: shape for name, shape in expected.items() if LORA in name or name in given.shapes}
-        check_shapes(given, new, source, "adapter")
+        check_shapes(given, new, source, "LoRA adapter")
         write_imported_run(
             directory,
             Weights(expected, lambda name: (given if name in new else weights).read(name)),
             config,
         )
-        _copy_files(run.checkpoint.path.parent.parent, directory)
+        _copy_files(run.checkpoint, directory)
 
 
 def _open_weights(source: Path) -> Weights:
@@ -216,25 +232,34 @@ def _require_base(run: OpenRun, base: Path) -> None:
         raise CheckpointError(f"--base {base} is not of one Transformer; LoRA updates one.")
 
 
-def _read_fields(path: Path) -> dict[str, Any]:
-    """adapter_config.json. Raises: CheckpointError for an adapter that computes something else than updates here do."""
+def _read_settings(path: Path) -> LoraConfig:
+    """The settings of adapter_config.json, without targets: the tensors tell them.
+
+    Raises: CheckpointError for an adapter that computes something else than updates here do.
+    """
     fields = read_json(path)
     problems = []
     for name, value in fields.items():
         allowed: tuple[Any, ...] = _ONE_OF.get(name, (None, False, {}, [], ""))
         if name not in _READ and value not in allowed:
-            what = (
-                f"only {', '.join(json.dumps(each) for each in allowed)}" if name in _ONE_OF else "not that"
-            )
-            problems.append(f"{name} is {shown(value)} ({what})")
-    if "peft_type" not in fields:
-        problems.append("peft_type is missing")
+            only = ", ".join(json.dumps(each) for each in allowed)
+            problems.append(f"{name} is {shown(value)}" + f" (only {only})" * (name in _ONE_OF))
+    problems += [f"{name} is missing" for name in ("peft_type", "r", "lora_alpha") if name not in fields]
     if problems:
         raise CheckpointError(
-            f"{path}: {'; '.join(problems)}: only plain LoRA can be imported; merge the adapter with peft "
-            "(merge_and_unload), and import what save_pretrained then writes."
+            f"{path}: {'; '.join(problems)}; only plain LoRA of all blocks alike can be imported: merge the adapter "
+            "with peft (merge_and_unload), and import what save_pretrained then writes."
         )
-    return fields
+    tree = {
+        "rank": fields["r"],
+        "alpha": fields["lora_alpha"],
+        "dropout": fields.get("lora_dropout") or 0.0,
+        "rank_stabilized": fields.get("use_rslora") or False,
+    }
+    try:
+        return cast(LoraConfig, build(LoraConfig, tree, "model.lora."))
+    except ConfigError as error:  # it names settings alone, of which the user has set none
+        raise CheckpointError(f"{path}: {error}") from None
 
 
 def _our_tensors(source: Path, adapter: Weights, names: ClassNames) -> Weights:
@@ -242,11 +267,12 @@ def _our_tensors(source: Path, adapter: Weights, names: ClassNames) -> Weights:
     keys: dict[
         str, tuple[str, ClassModule | None]
     ] = {}  # our name -> the file's, and the module of an update
-    unknown = []
+    unknown, repeated = [], []
     for key in adapter.shapes:
         name = key.removeprefix(_PREFIX)
         end = next((end for end in _ENDS if name.endswith(end)), None)
         if end is None and name in names.head:
+            repeated += [name] * (names.head[name] in keys)
             keys[names.head[name]] = key, None
             continue
         module_name = name.removesuffix(end or "")
@@ -256,11 +282,19 @@ def _our_tensors(source: Path, adapter: Weights, names: ClassNames) -> Weights:
         if end is None or module is None:
             unknown.append(name)
         else:
-            keys[f"{module.ours}.{_ENDS[end]}"] = key, module
+            ours = f"{module.ours}.{_ENDS[end]}"
+            repeated += [name] * (ours in keys)
+            keys[ours] = key, module
     if unknown:
         raise CheckpointError(
-            f"{source / ADAPTER_WEIGHTS} has {listed(unknown)}, but --base has no linear layer of a block and no head "
-            "of that name; give the run of the model that the adapter was trained on, with its head."
+            f"{source} has {listed(unknown)}, but --base has no linear layer of a block and no head of that name; give "
+            "the run of the model that the adapter was trained on, with its head. An adapter that also has embeddings "
+            "or norms cannot be imported: merge it with peft (merge_and_unload), and import the result."
+        )
+    if repeated:
+        raise CheckpointError(
+            f"{source} has {listed(repeated)} under two names, with and without the prefix {names.prefix}; save the "
+            "adapter again with peft."
         )
 
     def read(ours: str) -> torch.Tensor:
@@ -272,22 +306,16 @@ def _our_tensors(source: Path, adapter: Weights, names: ClassNames) -> Weights:
 
 
 def _config(
-    run: OpenRun, output: Path, fields: Mapping[str, Any], given: Weights, tree: Mapping[str, Any]
+    run: OpenRun, output: Path, settings: LoraConfig, given: Weights, tree: Mapping[str, Any]
 ) -> Config:
-    """The configuration of the new run. Raises: ConfigError; CheckpointError."""
+    """The configuration of the new run. Args: settings: without targets. Raises: ConfigError."""
     targets = set()
     for name in given.shapes:
         if LORA in name:
             layer, _, rest = name.partition(LORA)
             path, part = layer.split(".", 2)[2], rest.split(".")[0]
             targets.add(path if part == WHOLE else f"{path.rpartition('.')[0]}.{part}")
-    lora = {
-        "rank": fields.get("r"),
-        "alpha": fields.get("lora_alpha"),
-        "dropout": fields.get("lora_dropout") or 0.0,
-        "rank_stabilized": bool(fields.get("use_rslora")),
-        "targets": sorted(targets),
-    }
+    lora = to_tree(replace(settings, targets=tuple(sorted(targets))))
     changes: dict[str, Any] = {
         "model": {"lora": lora},
         "ema": {"decay": None, "use": False},
@@ -300,10 +328,12 @@ def _config(
     return replace(config, tokenizer=config.tokenizer.absolute())
 
 
-def _copy_files(base: Path, directory: Path) -> None:
+def _copy_files(base: Checkpoint, directory: Path) -> None:
     """What an export of the run needs of the import that it is of."""
-    if (base / IMPORTED_FILES).is_dir():
-        shutil.copytree(base / IMPORTED_FILES, directory / IMPORTED_FILES)
-    for name in (PADDING_ROWS, "source.json"):
-        if (base / name).exists():
-            shutil.copyfile(base / name, directory / name)
+    origin = base.path.parent.parent
+    if (origin / IMPORTED_FILES).is_dir():
+        shutil.copytree(origin / IMPORTED_FILES, directory / IMPORTED_FILES)
+    # A trained base is no longer what the hub has.
+    for name in (PADDING_ROWS, *[SOURCE] * (base.step == 0)):
+        if (origin / name).exists():
+            shutil.copyfile(origin / name, directory / name)

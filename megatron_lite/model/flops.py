@@ -53,9 +53,13 @@ def update_shapes(model: ModelConfig, prefix: str) -> list[tuple[int, int]]:
 
 
 def trained_count(model: ModelConfig) -> int:
-    """Parameters that are trained, with the rows that pad the vocabulary."""
-    shapes = shapes_of(GLM, model)[0].items()
-    return sum(math.prod(shape) for name, shape in shapes if model.lora is None or LORA in name)
+    """Parameters that are trained, with the rows that pad the vocabulary; with LoRA a task's head too."""
+    shapes, head = shapes_of(GLM, model)[0].items(), "heads.task."
+    return sum(
+        math.prod(shape)
+        for name, shape in shapes
+        if model.lora is None or LORA in name or name.startswith(head)
+    )
 
 
 def parameter_count(model: ModelConfig, padded: bool = True) -> int:

@@ -20,6 +20,7 @@ from megatron_lite.checkpoint.manifest import Checkpoint
 from megatron_lite.checkpoint.read import find_checkpoint, load_checkpoint, load_weights_only, newest_valid
 from megatron_lite.checkpoint.trainer_state import TrainerState
 from megatron_lite.checkpoint.verify import check_model, find_manifest, new_parameters
+from megatron_lite.config.lora import LoraConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import Engine
@@ -48,12 +49,28 @@ def check(config: Config, newest: Checkpoint | None) -> None:
         if config.checkpoint.initialize == "weights":
             # Called for its errors only; the names are asked for again when the weights are loaded.
             new_parameters(_for_model(initial, config), model_spec(config).shapes(config))
+            _require_same_lora_scale(config, initial)
         else:
             checkpoint = initial
             require_same_corpora(config, initial.path, initial.trainer_state())
     if checkpoint is not None:
         require_same_optimizer(config, checkpoint)
         check_model(checkpoint, model_spec(config).shapes(config))
+        _require_same_lora_scale(config, checkpoint)
+
+
+def _require_same_lora_scale(config: Config, checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError if the checkpoint's updates of LoRA would be added with another factor."""
+    tree = checkpoint.trainer_state().config.get("model", {}).get("lora")
+    if config.model.lora is None or tree is None:
+        return
+    before, now = build(LoraConfig, tree, "model.lora."), config.model.lora
+    if not math.isclose(before.scale, now.scale, rel_tol=1e-9):
+        raise CheckpointError(
+            f"model.lora multiplies its updates by {now.scale:g}, but those of checkpoint {checkpoint.path} were "
+            f"trained with {before.scale:g}, so the model would compute something else; set "
+            f"model.lora.alpha={before.alpha:g} and model.lora.rank_stabilized={str(before.rank_stabilized).lower()}."
+        )
 
 
 def require_same_optimizer(config: Config, checkpoint: Checkpoint) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data_utils.common.settings import check
 from data_utils.objectives import LOSSES
 from megatron_lite.checkpoint.collective_errors import raise_on_all_ranks, steps_seen_by_rank_0
 from megatron_lite.checkpoint.manifest import rewound_directories
@@ -39,6 +40,7 @@ def check_beginning(config: Config) -> None:
     """Raise CheckpointError unless the run can begin with the checkpoint that it would load, if any.
 
     Args: config: its vocab_size is known.
+    Raises: ConfigError too, for updates of LoRA without a checkpoint that they update.
     """
     run_state = read_run_state(Path(config.run.directory))
     run_state.require_start()
@@ -47,6 +49,11 @@ def check_beginning(config: Config) -> None:
         if config.model.system is not None:
             require_class(config.model)
         if config.checkpoint.initialize_from is None:
+            check(
+                config.model.lora is None,
+                "model.lora is set, but the run begins with random weights, which LoRA would keep as they are; set "
+                "checkpoint.initialize_from to a run of a trained model, or model.lora to null.",
+            )
             model_spec(config).check_beginning(config)
             return
     continuation.check(config, run_state.newest)

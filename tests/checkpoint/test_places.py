@@ -43,6 +43,8 @@ def places(tmp_path):
         (tmp_path / file).write_text("{}")
     (tmp_path / "reference").mkdir()
     (tmp_path / "reference/mp_rank_00_model_states.pt").touch()
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").touch()
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("a sentence\n")
     (tmp_path / "damaged/step_00000009").mkdir(parents=True)
@@ -55,6 +57,7 @@ TYPES = {
     "tuned": PathType.FINETUNED, "three": PathType.FINETUNED, "tuned/seed_7": PathType.RUN,
     "both": PathType.RUN_AND_FINETUNED,
     "export": PathType.EXPORT, "pair": PathType.EXPORT, "latent": PathType.EXPORT, "reference": PathType.ORIGINAL_GLM,
+    "adapter": PathType.ADAPTER,
     "runs": PathType.PARENT, "empty": PathType.OTHER, "file": PathType.FILE, "none": PathType.ABSENT,
 }  # fmt: skip
 
@@ -86,6 +89,7 @@ def test_one_model_is_found_wherever_there_is_one(places):
             r"transformers; give a run .*convert_checkpoint.py import --input \S+/export --output RUN",
         ),
         ("reference", r"import-megatron --input \S+/reference"),
+        ("adapter", r"import --input \S+/adapter --base RUN_OF_ITS_MODEL --output RUN"),
         ("empty", "holds no run and no checkpoint; give a run directory"),
         ("file", "is not a directory; give a run directory"),
         ("none", "does not exist; give a run directory"),
@@ -121,6 +125,7 @@ def test_a_command_says_what_a_path_is_that_it_does_not_take(places, command):
         "empty": "holds no run and no checkpoint; give ",
         "none": "none does not exist; give ",
         "reference": "of the original GLM",
+        "adapter": "is an adapter of peft",
     }
     if command not in OF_RUNS:
         again = "convert_checkpoint.py import --input org/name@main --output runs/name`, and then given as runs/name."

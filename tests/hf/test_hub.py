@@ -5,8 +5,10 @@ import multiprocessing
 import shutil
 
 import pytest
+import torch
 import yaml
 from huggingface_hub import constants
+from safetensors.torch import save
 from support.commands import assert_refused, forked, python
 from support.hub import Hub
 from support.published_files import write_released
@@ -157,6 +159,38 @@ def test_an_adapter_is_fetched_and_needs_the_run_of_its_model(hub, tmp_path):
     hub.commit("a/adapter", files)
     done = imported("a/adapter", tmp_path)
     assert done.returncode == 2 and "is an adapter on another model" in done.stderr, done.stderr
+
+
+def test_an_adapter_of_the_hub_keeps_the_name_of_its_base_model(hub, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    assert imported(NAME, tmp_path / "a").returncode == 0
+    base = tmp_path / "a/run"
+    module = "base_model.model.bert.encoder.layer.{}.attention.self.query.lora_{}.weight"
+    fields = json.loads((base / "published/config.json").read_text())
+    layers, width = fields["num_hidden_layers"], fields["hidden_size"]
+    shapes = {"A": (2, width), "B": (width, 2)}
+    tensors = {
+        module.format(i, end): torch.ones(shape) for i in range(layers) for end, shape in shapes.items()
+    }
+    described = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
+    files = {
+        "adapter_config.json": json.dumps(described).encode(),
+        "adapter_model.safetensors": save(tensors),
+    }
+    hub.commit("a/adapter", files)
+    done = imported("a/adapter", tmp_path / "b", "--base", base)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "b/run"
+    kept = {name: json.loads((run / f"{name}.json").read_text()) for name in ("source", "adapter_source")}
+    assert [each["repository"] for each in kept.values()] == [NAME, "a/adapter"]
+
+    export = ["export", "--checkpoint", run, "--output", tmp_path / "out", "--adapter"]
+    assert_refused(forked(CONVERT, *export, "--max-shard-size", "1GB"), "one file of weights")
+    done = forked(CONVERT, *export)
+    assert done.returncode == 0, done.stderr
+    exported = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    assert (exported["base_model_name_or_path"], exported["revision"]) == (NAME, kept["source"]["commit"])
 
 
 def test_a_directory_of_that_name_goes_first_and_it_is_said(hub, released, tmp_path):

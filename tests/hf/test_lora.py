@@ -25,6 +25,7 @@ from support.whole_weights import load_weights
 from transformers import BertForSequenceClassification, ElectraForSequenceClassification
 
 from data_utils.common.batch_fields import WEIGHTS
+from data_utils.common.errors import CheckpointError
 from data_utils.common.setting_files import load_yaml
 from data_utils.common.settings import build, merge, to_tree
 from data_utils.objectives import LOSSES
@@ -187,6 +188,58 @@ def test_training_and_files_are_pefts(case, ranks, tmp_path):
     assert all(torch.equal(rounded[name], tensor.bfloat16().float()) for name, tensor in merged.items())
     begun = class_model(case, original).state_dict()
     assert not all(torch.equal(exported[name], begun[name]) for name in begun)
+
+
+def both_names(tensors):
+    """As of a class with a head and of its body."""
+    return tensors | {
+        name.replace("model.model.model.", "model.model."): x + 1 for name, x in tensors.items()
+    }
+
+
+HOSTILE = {
+    "base_model.model.\x1b[31mred\n": torch.zeros(1),
+    "base_model.model.model.embed_tokens.weight": torch.zeros(1),
+}
+REFUSED = [
+    ({"layers_to_transform": [0], "use_dora": True}, {}, "layers_to_transform is .*use_dora is True;"),
+    ({"r": 2.5}, {}, r"adapter_config\.json: model\.lora\.rank"),
+    ({"use_rslora": 2}, {}, r"adapter_config\.json: model\.lora\.rank_stabilized"),
+    ({"lora_alpha": 0}, {}, r"adapter_config\.json: model\.lora\.alpha"),
+    ({}, lambda tensors: tensors | HOSTILE, r"x1b\[31mred, model\.embed_tokens\.weight, but.*embeddings or norms"),
+    ({}, both_names, "under two names"),
+    ({}, lambda tensors: {name: x.flatten() for name, x in tensors.items()}, "has shape"),
+    ({}, lambda tensors: {name: x * torch.nan for name, x in tensors.items()}, "not finite"),
+]
+
+
+def test_adapters_that_peft_or_a_stranger_may_write(tmp_path):
+    """What is plain LoRA is taken whatever its options; all else is one line that names it, and leaves nothing."""
+    original, base, _ = begin("llama", tmp_path)
+    options = {"target_modules": "all-linear", "init_lora_weights": "gaussian", "fan_in_fan_out": True}
+    with pytest.warns(UserWarning, match="fan_in_fan_out"):
+        adapted = get_peft_model(class_model("llama", original), LoraConfig(r=2, **options))
+    adapted.save_pretrained(tmp_path / "plain")
+    written = load_file(tmp_path / "plain/adapter_model.safetensors")
+    save_file(
+        {name: x.bfloat16() for name, x in written.items()}, tmp_path / "plain/adapter_model.safetensors"
+    )
+    import_adapter(tmp_path / "plain", base, tmp_path / "run", {})
+    export_run(tmp_path / "run", tmp_path / "again", ExportOptions(adapter=True))
+    again = load_file(tmp_path / "again/adapter_model.safetensors")
+    assert again.keys() == written.keys()
+    assert all(torch.equal(again[name], x.bfloat16().float()) for name, x in written.items())
+
+    described = json.loads((tmp_path / "plain/adapter_config.json").read_text())
+    for number, (fields, change, message) in enumerate(REFUSED):
+        changed = tmp_path / f"changed{number}"
+        changed.mkdir()
+        (changed / "adapter_config.json").write_text(json.dumps(described | fields))
+        save_file(change(written) if change else written, changed / "adapter_model.safetensors")
+        with pytest.raises(CheckpointError, match=message) as error:
+            import_adapter(changed, base, tmp_path / "refused", {})
+        assert str(error.value).isprintable()
+    assert not (tmp_path / "refused").exists()
 
 
 CONVERT, TUNE = "scripts/convert_checkpoint.py", "scripts/finetune.py"

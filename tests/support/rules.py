@@ -771,8 +771,8 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         ("'word_embeddings'", "not of embeddings", "attention.query_key_value", "mlp.dense_4h_to_h"),
     ),
     "lora of another system": (
-        over("model.lora={rank: 2, targets: [query_key_value, q_proj]}"),
-        ("'q_proj'", "choose from attention.query_key_value"),
+        over("model.lora={rank: 2, targets: [query_key_value, q_proj, all-linear]}"),
+        ("'q_proj', 'all-linear'", "set it to []", "choose from attention.query_key_value"),
     ),
     "lora of a part of what is whole in the class": (
         over("model.lora={rank: 2, targets: [attention.query]}"),

@@ -10,6 +10,7 @@ import yaml
 from support.commands import assert_refused, forked
 from support.distributed import run_ranks
 from support.project import small_run
+from support.stores import serving
 from support.training import fit, records
 
 from data_utils.common.errors import CheckpointError
@@ -221,3 +222,24 @@ def test_a_capped_run_resumes_bit_for_bit_and_keeps_its_weights_when_it_is_longe
     done = start("stopped", merge(longer, {"data": {"train": weights}, "phases": begun}))
     assert done.returncode == 0, done.stderr
     assert list(records(tmp_path / "stopped")) == list(range(1, 13))
+
+
+def test_a_run_of_a_dataset_in_a_store_resumes_with_shares_of_tokens(corpus, tmp_path):
+    files = {f"/d{suffix}": Path(f"{corpus}/corpus_train{suffix}").read_bytes() for suffix in (".bin", ".idx", ".json")}
+    with serving(files) as server:
+        data = {
+            "train": [
+                {"prefix": f"{server.url}/d", "tokens": 0.5},
+                {"prefix": str(corpus / "corpus_validation"), "tokens": 0.5},
+            ],
+            "validation": [],
+            "local_directory": str(tmp_path / "local"),
+        }
+        (tmp_path / "config.yaml").write_text(
+            yaml.safe_dump(merge(small_run(corpus, tmp_path / "run"), {"data": data}))
+        )
+        for step in (1, 2):
+            start = ["--config", tmp_path / "config.yaml", f"training.stop_after_step={step}"]
+            done = forked("pretrain_glm.py", *start)
+            assert done.returncode == 0, done.stderr
+    assert list(records(tmp_path / "run")) == [1, 2]

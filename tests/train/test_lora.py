@@ -15,7 +15,7 @@ from support.project import small_run
 from support.training import fit, records
 from support.whole_weights import load_weights
 
-from data_utils.common.errors import CheckpointError
+from data_utils.common.errors import CheckpointError, ConfigError
 from data_utils.common.settings import build, merge
 from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.checkpoint.manifest import list_checkpoints
@@ -24,11 +24,13 @@ from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
+from megatron_lite.model.flops import trained_count
 from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.transformer import GLM
 from megatron_lite.train.resume import check_beginning
 
 LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.1}
+OTHER_SCALE = {"rank_stabilized": True}  # 4 instead of 2
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +85,49 @@ def test_what_would_lose_or_average_updates_is_refused(corpus, base, tmp_path):
         tree = merge(small_run(corpus, own), {"checkpoint": {"initialize_from": str(directory)}})
         config = build(Config, tree)
         with pytest.raises(CheckpointError, match=r"has updates of LoRA, but model\.lora is null"):
-            check_beginning(config.with_vocab_size(load_tokenizer(config.tokenizer).vocab_size))
+            look(config)
+        same, other = (
+            settings(corpus, own, directory, model={"lora": LORA | more}) for more in ({}, OTHER_SCALE)
+        )
+        look(build(Config, same))
+        with pytest.raises(
+            CheckpointError,
+            match=r"by 4, .* were trained with 2\b.*model\.lora\.alpha=8 .*rank_stabilized=false",
+        ):
+            look(build(Config, other))
+
+
+@pytest.mark.parametrize("begin", [{}, {"initialize": "all"}])
+def test_a_run_without_updates_does_not_get_them_on_the_way(corpus, base, tmp_path, begin):
+    directory = tmp_path if begin else base
+    with pytest.raises(
+        CheckpointError, match=r"has no updates of LoRA.*checkpoint\.initialize_from=\S+step_"
+    ):
+        look(build(Config, settings(corpus, directory, base, checkpoint=begin)))
+
+
+def test_updates_of_random_weights_are_refused(corpus, tmp_path):
+    tree = merge(small_run(corpus, tmp_path), {"model": {"lora": LORA}})
+    with pytest.raises(ConfigError, match=r"random weights.*checkpoint\.initialize_from"):
+        look(build(Config, tree))
+
+
+def look(config):
+    check_beginning(config.with_vocab_size(load_tokenizer(config.tokenizer).vocab_size))
+
+
+def test_a_task_head_counts_as_trained():
+    sizes = {
+        "num_layers": 1,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "vocab_size": 128,
+        "max_position": 8,
+    }
+    head = {"task_head": "classes", "task_classes": 3}
+    for more, outputs in (({}, 0), (head, 3)):
+        model = build(ModelConfig, {**sizes, **more, "lora": {"rank": 2}})
+        assert trained_count(model) == 2 * (32 + 96 + 32 + 32 + 2 * (32 + 128)) + outputs * (32 + 1)
 
 
 def test_half_precision_computes_with_the_base_weights_and_keeps_them_exactly(corpus, base, tmp_path):

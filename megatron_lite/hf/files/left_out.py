@@ -14,6 +14,8 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from data_utils.common.setting_files import one_line
+
 
 @dataclass(frozen=True)
 class LeftOut:
@@ -115,6 +117,7 @@ def lines(left_out: Mapping[str, tuple[str, str]], reader: str, doubles: Collect
 
 _NUMBERED = re.compile(r"(.*?\.)(\d+)(\..*)")
 _MOST_OF_A_MODULE, _MOST = 3, 12  # names that are listed one by one
+_LONGEST = 200  # characters of a name that is shown
 
 
 def listed(names: Iterable[str]) -> str:
@@ -139,7 +142,10 @@ def listed(names: Iterable[str]) -> str:
             found |= {f"{whole}{each}": len(numbered) for each in tails}
     shown = [name if count == 1 else f"{name} ({count})" for name, count in found.items()]
     more = len(shown) - _MOST
-    return ", ".join(shown[:_MOST]) + (f" and {more} more" if more > 0 else "")
+    # A file's names are anything at all: line breaks and colours of a terminal are spelled out.
+    return ", ".join(one_line(name, _LONGEST) for name in shown[:_MOST]) + (
+        f" and {more} more" if more > 0 else ""
+    )
 
 
 def _ranges(numbers: Collection[int]) -> str:

@@ -170,6 +170,13 @@ def test_a_corpus_of_which_nothing_is_left_is_an_error_that_names_it():
         phase_mixtures([Corpus(9000), Corpus(3)], 4, phases_of([(20, (1, 0)), (60_000, (1, 1))], (None, 2)))
 
 
+@pytest.mark.parametrize("unit", ["weight", "tokens"])
+def test_shares_whose_sum_overflows_are_refused(unit):
+    phases = phases_of([(3000, (1e308, 1e308))], (None, None), unit)
+    with pytest.raises(ConfigError, match="finite sum"):
+        phase_mixtures([Corpus(700), Corpus(400)], 4, phases)
+
+
 def test_caps_that_nothing_reaches_change_no_sample():
     indexes, plan = [Corpus(700), Corpus(400)], [(3000, (1, 3)), (2000, (2, 1))]
     free, capped = (phase_mixtures(indexes, 4, phases_of(plan, caps)) for caps in ((None, None), (9, 9)))
