@@ -93,7 +93,8 @@ def load(files, name, encoder="library"):
 
 @pytest.fixture
 def stand_ins(tmp_path, monkeypatch):
-    """Writes stand-ins of both packages, wrong for texts with a trigger, where this process and its workers find them."""
+    """Writes stand-ins of both packages, wrong for texts with a trigger, where this process and workers find them."""
+    modules = {name: sys.modules.pop(name, None) for name in ("gigatoken", "nanotoken", "awkward")}
 
     def write(trigger="no such text"):
         directory = tmp_path / "packages"
@@ -104,11 +105,13 @@ def stand_ins(tmp_path, monkeypatch):
                 text = text.replace(name, value)
             (directory / f"{package}.py").write_text(text)
         (directory / "awkward.py").write_text(AWKWARD)
-        for name in ("gigatoken", "nanotoken", "awkward"):
-            monkeypatch.delitem(sys.modules, name, raising=False)
         monkeypatch.syspath_prepend(directory)
 
-    return write
+    yield write
+    for name, module in modules.items():
+        sys.modules.pop(name, None)
+        if module is not None:
+            sys.modules[name] = module
 
 
 def check(tokenizer, library, block):
@@ -128,7 +131,7 @@ def test_ids_are_the_librarys(files, stand_ins, name):
 
 
 @pytest.mark.parametrize("name", PACKAGE_OF)
-@pytest.mark.parametrize("trigger", ["\u0897\u302e", "'s", "x" * 101])
+@pytest.mark.parametrize("trigger", ["\u0897\u302e", "x" * 101])
 def test_a_package_with_other_ids_is_refused(files, stand_ins, name, trigger):
     stand_ins(trigger)
     with pytest.raises(ConfigError, match=f"--encoder {PACKAGE_OF[name]} and .* different ids"):
@@ -167,25 +170,20 @@ def test_the_words_that_gigatoken_remembers_are_bounded(files, stand_ins, monkey
 
 
 def test_a_build_continues_with_another_encoder_to_the_same_bytes(tmp_path, files, stand_ins):
-    """In worker processes, which load the encoder again."""
+    """In a worker process, which loads the encoder again."""
     stand_ins()
     path = tmp_path / "input.jsonl"
-    lines = to_jsonl(f"{text} {i}" for i in range(10) for text in CORPUS)
-    config = TokenizerConfig(kind="gpt2_bpe", path=str(files / "gpt2"))
-    options = {"workers": 1, "shard_bytes": 1000, "split": ""}
-    path.write_text(lines)
-    build(path, tmp_path / "a/c", partial(load_tokenizer, config, "library"), **options)
-    path.write_text(lines + "{\n")
+    path.write_text(to_jsonl(f"{text} {i}" for i in range(10) for text in CORPUS) + "{\n")
+    tokenizer = partial(load_tokenizer, TokenizerConfig(kind="gpt2_bpe", path=str(files / "gpt2")))
+    options = {"shard_bytes": 1000, "split": ""}
+    build(path, tmp_path / "a/c", partial(tokenizer, "library"), **options, on_bad_record="skip")
     with pytest.raises(DataError, match="malformed"):
-        build(path, tmp_path / "b/c", partial(load_tokenizer, config, "compiled"), **options)
+        build(path, tmp_path / "b/c", partial(tokenizer, "compiled"), **options)
     assert finished_shards(tmp_path / "b/c") > 1
-    skipping = {**options, "on_bad_record": "skip"}
-    report = build(path, tmp_path / "b/c", partial(load_tokenizer, config, "gigatoken"), **skipping)
+    skipping = {**options, "on_bad_record": "skip", "workers": 1}
+    report = build(path, tmp_path / "b/c", partial(tokenizer, "gigatoken"), **skipping)
     assert 1 < report.finished_before < report.shards
-    build(path, tmp_path / "d/c", partial(load_tokenizer, config), **skipping)
-    made = {name: outputs(tmp_path / name) for name in "abd"}
-    assert made["b"] == made["d"]
-    assert made["a"]["c.bin"] == made["b"]["c.bin"] and made["a"]["c.idx"] == made["b"]["c.idx"]
+    assert outputs(tmp_path / "a") == outputs(tmp_path / "b")
 
 
 # ---- the command ----
