@@ -3,11 +3,12 @@
 
     python benchmarks/encoders.py --text corpus.jsonl --tokenizer bpe/tokenizer.json --tokenizer wp/tokenizer.json
 
-The packages gigatoken (BPE) and nanotoken (WordPiece) are measured where they are installed. Every encoder runs alone in a process of its own, on one thread, over all texts in batches, after the same
-number of warm-up texts, in every repeat in another order. Prints a Markdown table: MB of text per CPU second (median),
-peak memory beyond that of the process before the encoder was made, whether every id of the corpus equals the
-library's, and how many of the random strings (characters of many scripts, special names, spaces) are encoded
-differently. Exit status 1 if our encoder differs anywhere.
+The packages gigatoken (BPE) and nanotoken (WordPiece) are measured where they are installed, as a corpus build uses
+them. Every encoder runs alone in a process of its own, on one thread, over all texts in batches, after the same number
+of warm-up texts, in every repeat in another order. Prints a Markdown table: MB of text per CPU second (median), peak
+memory beyond that of the process before the encoder was made, whether every id of the corpus equals the library's, and
+how many of the random strings (characters of many scripts, special names, spaces) are encoded differently. Exit status
+1 if our encoder differs anywhere.
 """
 
 from __future__ import annotations
