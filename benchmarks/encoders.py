@@ -3,12 +3,12 @@
 
     python benchmarks/encoders.py --text corpus.jsonl --tokenizer bpe/tokenizer.json --tokenizer wp/tokenizer.json
 
-The packages gigatoken (BPE) and nanotoken (WordPiece) are measured where they are installed; the project does not
-need them. Every encoder runs alone in a process of its own, on one thread, over all texts in batches, after the same
-number of warm-up texts, in every repeat in another order. Prints a Markdown table: MB of text per CPU second (median),
-peak memory beyond that of the process before the encoder was made, whether every id of the corpus equals the
-library's, and how many of the random strings (characters of many scripts, special names, spaces) are encoded
-differently. Exit status 1 if our encoder differs anywhere.
+The packages gigatoken (BPE) and nanotoken (WordPiece) are measured where they are installed, as a corpus build uses
+them. Every encoder runs alone in a process of its own, on one thread, over all texts in batches, after the same number
+of warm-up texts, in every repeat in another order. Prints a Markdown table: MB of text per CPU second (median), peak
+memory beyond that of the process before the encoder was made, whether every id of the corpus equals the library's, and
+how many of the random strings (characters of many scripts, special names, spaces) are encoded differently. Exit status
+1 if our encoder differs anywhere.
 """
 
 from __future__ import annotations
@@ -38,24 +38,12 @@ import tokenizers
 from benchmarks.arguments import check_at_least
 from data_utils.common.errors import ArgumentParser, DataError, run_command
 from data_utils.tokenizers.fast.encoders import SAMPLE, LibraryEncoder, fast_encoder
+from data_utils.tokenizers.fast.package_encoders import package_encoder
 
 PACKAGES = {"BPE": "gigatoken", "WordPiece": "nanotoken"}
 BATCH_CHARACTERS = 1 << 20
 WARM_UP_TEXTS = 200
 RANDOM_STRINGS = 20_000
-
-
-class Package:
-    """An encoder of gigatoken or nanotoken, whose interfaces are equal."""
-
-    def __init__(self, module: Any, path: Path):
-        self.tokenizer = module.Tokenizer(str(path))
-        self.options = {"add_special_tokens": False} if module.__name__ == "nanotoken" else {}
-
-    def encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        rows = self.tokenizer.encode_batch(texts, parallel=False, **self.options)
-        rows = [np.asarray(rows[i]) for i in range(len(rows))]
-        return np.concatenate(rows) if rows else np.empty(0, np.int32), np.array([len(row) for row in rows])
 
 
 def make(name: str, path: Path) -> Any:
@@ -69,7 +57,7 @@ def make(name: str, path: Path) -> Any:
                 f"{path}: there is no compiled encoder for this pipeline; give another tokenizer."
             )
         return encoder
-    return Package(importlib.import_module(name), path)
+    return package_encoder(name, backend)
 
 
 def batches(texts: list[str]) -> list[list[str]]:

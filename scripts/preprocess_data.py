@@ -37,6 +37,8 @@ from data_utils.common.urls import without_secrets
 from data_utils.corpus.documents import BAD_RECORD_POLICIES, DEFAULT_MAX_BAD_RECORDS, TEXT_SPLITS
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.verification import verify
+from data_utils.tokenizers.fast.encoders import ENCODERS
+from data_utils.tokenizers.fast.package_encoders import require_package
 from data_utils.tokenizers.special_tokens import ADDED_TOKENS
 from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
 from data_utils.tokenizers.tokenizer_readers import KINDS
@@ -74,6 +76,12 @@ def parse_arguments() -> argparse.Namespace:
     add("--cased", action="store_true", help="bert_wordpiece: keep upper case and accents")
     text = "sentencepiece: gMASK shares the id of eop, as in GLM-10B-Chinese"
     add("--shared-command-tokens", action="store_true", help=text)
+    text = (
+        "what encodes texts, with the same ids and so the same output: auto (the compiled encoder, else the "
+        "tokenizer's library), or one that is refused where it cannot; gigatoken and nanotoken are packages "
+        "(default: auto)"
+    )
+    add("--encoder", default="auto", choices=ENCODERS, help=text)
     add(
         "--text-key",
         default="text",
@@ -154,7 +162,21 @@ def make_config(arguments: argparse.Namespace) -> BuildConfig:
     return BuildConfig(**{**values, "shard_bytes": arguments.shard_megabytes << 20})
 
 
+def check_encoder(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError for a named encoder whose package is missing, or that the build would not use."""
+    if arguments.encoder in ("auto", "library"):
+        return
+    for option in ("entities_key", "capitals", "spans_key"):
+        if getattr(arguments, option):
+            raise ConfigError(
+                f"--encoder {arguments.encoder} is given with --{option.replace('_', '-')}, which needs the characters "
+                "of each token, and only the tokenizer's library tells them; leave --encoder out."
+            )
+    require_package(arguments.encoder)
+
+
 def make_dataset(arguments: argparse.Namespace, ranks: Ranks) -> None:
+    ranks.on_each(lambda: check_encoder(arguments))  # on each: one node may lack the package
     tokenizer = TokenizerConfig(
         kind=arguments.tokenizer_kind,
         path=arguments.tokenizer_path,
@@ -163,8 +185,8 @@ def make_dataset(arguments: argparse.Namespace, ranks: Ranks) -> None:
         lowercase=not arguments.cased,
         fixed_command_tokens=not arguments.shared_command_tokens,
     ).local()  # here, not in each worker
-    make_tokenizer = partial(load_tokenizer, tokenizer)
-    vocabulary_once = cache(lambda: vocabulary_of(make_tokenizer()))
+    make_tokenizer = partial(load_tokenizer, tokenizer, arguments.encoder)
+    vocabulary_once = cache(lambda: vocabulary_of(load_tokenizer(tokenizer)))
     report = build_corpus(make_config(arguments), make_tokenizer, ranks, vocabulary_once)
     if ranks.rank == 0:
         print("\n".join(report.lines()))

@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import decoders
 
 from data_utils.common.errors import DataError
-from data_utils.tokenizers.fast.encoders import library_or_faster
+from data_utils.tokenizers.fast.encoders import library_or_faster, named_encoder
 from data_utils.tokenizers.fast.library_encoders import Encoder, without_lone_surrogates
 from data_utils.tokenizers.special_tokens import ROBERTA_NAMES, assign_special_tokens
 from data_utils.tokenizers.tokenizer import Tokenizer, fingerprint
@@ -68,6 +68,9 @@ class HuggingFaceTokenizer(Tokenizer):
     @functools.cached_property
     def _encoder(self) -> Encoder:  # type: ignore[override]
         return library_or_faster(self._backend, self._backend_names)
+
+    def use_encoder(self, name: str) -> None:
+        self._encoder = named_encoder(name, self._backend, self._backend_names)
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         ids, lengths = self._encoder.encode(texts)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import sentencepiece
 
-from data_utils.common.errors import DataError
+from data_utils.common.errors import ConfigError, DataError
 from data_utils.tokenizers.fast.library_encoders import SentencePieceEncoder, without_lone_surrogates
 from data_utils.tokenizers.published_tokens import named_roles
 from data_utils.tokenizers.special_tokens import SpecialTokens
@@ -44,6 +44,12 @@ class SentencePieceTokenizer(Tokenizer):
         glm = sentencepiece_special_tokens(base_size, config.fixed_command_tokens)
         names = control if config.added_tokens == "glm" else control | unknown
         self._set_vocabulary(known, glm, names, pieces.keys())
+
+    def use_encoder(self, name: str) -> None:
+        if name not in ("auto", "library"):
+            raise ConfigError(
+                f"--encoder {name} cannot be used with a tokenizer of kind sentencepiece; choose --encoder auto."
+            )
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         mapping = self._model.encode(without_lone_surrogates(text), return_type="offset_mapping")

@@ -49,14 +49,18 @@ MODULES = {
 FINGERPRINT_SCHEME = "glm-tokenizer-1"  # change it when the same files give other ids
 
 
-def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
+def load_tokenizer(config: TokenizerConfig, encoder: str = "auto") -> Tokenizer:
     """Read the files of `config` and build the tokenizer.
 
-    Raises: DataError if a file is missing, too large, damaged or unusable; the message names the file.
+    Args: encoder: one of `ENCODERS` of fast/encoders.py; ids are the same with each.
+    Raises: DataError if a file is missing, too large, damaged or unusable; the message names the file. ConfigError as
+        `use_encoder`.
     """
     config = config.local()
     loaders = importlib.import_module(f"data_utils.tokenizers.{MODULES[config.kind]}")
     tokenizer: Tokenizer = getattr(loaders, f"load_{config.kind}")(config, read_files(config))
+    if encoder != "auto":
+        tokenizer.use_encoder(encoder)
     return tokenizer
 
 
@@ -83,6 +87,13 @@ class Tokenizer(abc.ABC):
         Returns: the ids of all texts in one int32 array, and the number of ids of each text as int64.
         """
         return self._encoder.encode(texts)
+
+    @abc.abstractmethod
+    def use_encoder(self, name: str) -> None:
+        """Encode with the named one of `ENCODERS` from now on.
+
+        Raises: ConfigError if it cannot encode as this tokenizer, or its package is missing.
+        """
 
     @abc.abstractmethod
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:

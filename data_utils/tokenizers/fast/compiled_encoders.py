@@ -32,7 +32,7 @@ from data_utils.tokenizers.byte_symbols import byte_symbols
 from data_utils.tokenizers.fast import byte_level_kernels as byte_level
 from data_utils.tokenizers.fast import encoder_kernels as kernels
 from data_utils.tokenizers.fast import word_piece_kernels as word_piece
-from data_utils.tokenizers.fast.library_encoders import without_lone_surrogates
+from data_utils.tokenizers.fast.library_encoders import utf8
 
 Array = np.ndarray
 CACHE_SLOTS = 2**19  # half of it words; a power of two
@@ -76,7 +76,7 @@ class CompiledEncoder(abc.ABC):
         """Ask the library for the classes of some code points."""
 
     def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        encoded = [_utf8(text) for text in texts]
+        encoded = [utf8(text) for text in texts]
         ends = np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded)))
         data = np.frombuffer(b"".join([*encoded, kernels.PADDING]), np.uint8)
         # All arrays come from here: compiled code frees an array at its last mention, and a pointer is no
@@ -266,10 +266,3 @@ def _is_plain(pipeline: dict[str, Any]) -> bool:
         and pipeline["truncation"] is None
         and pipeline["padding"] is None
     )
-
-
-def _utf8(text: str) -> bytes:
-    try:
-        return text.encode()
-    except UnicodeEncodeError:
-        return without_lone_surrogates(text).encode()

@@ -54,3 +54,11 @@ def without_lone_surrogates(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
+
+
+def utf8(text: str) -> bytes:
+    """`text` in UTF-8, with U+FFFD for each surrogate."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        return without_lone_surrogates(text).encode()
