@@ -206,7 +206,11 @@ REFUSED = [
     ({"r": 2.5}, {}, r"adapter_config\.json: model\.lora\.rank"),
     ({"use_rslora": 2}, {}, r"adapter_config\.json: model\.lora\.rank_stabilized"),
     ({"lora_alpha": 0}, {}, r"adapter_config\.json: model\.lora\.alpha"),
-    ({}, lambda tensors: tensors | HOSTILE, r"x1b\[31mred, model\.embed_tokens\.weight, but.*embeddings or norms"),
+    (
+        {},
+        lambda tensors: tensors | HOSTILE,
+        r"x1b\[31mred, model\.embed_tokens\.weight, but.*embeddings or norms",
+    ),
     ({}, both_names, "under two names"),
     ({}, lambda tensors: {name: x.flatten() for name, x in tensors.items()}, "has shape"),
     ({}, lambda tensors: {name: x * torch.nan for name, x in tensors.items()}, "not finite"),

@@ -225,7 +225,10 @@ def test_a_capped_run_resumes_bit_for_bit_and_keeps_its_weights_when_it_is_longe
 
 
 def test_a_run_of_a_dataset_in_a_store_resumes_with_shares_of_tokens(corpus, tmp_path):
-    files = {f"/d{suffix}": Path(f"{corpus}/corpus_train{suffix}").read_bytes() for suffix in (".bin", ".idx", ".json")}
+    files = {
+        f"/d{suffix}": Path(f"{corpus}/corpus_train{suffix}").read_bytes()
+        for suffix in (".bin", ".idx", ".json")
+    }
     with serving(files) as server:
         data = {
             "train": [
