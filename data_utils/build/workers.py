@@ -409,7 +409,8 @@ def _start_worker(job: Job, make_tokenizer: Callable[[], Any], shared_progress: 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends its workers
     threading.Thread(target=exit_with_parent, daemon=True).start()
     # The processes are the parallelism: no threads in the libraries of tokenizers.
-    os.environ["TOKENIZERS_PARALLELISM"], os.environ["RAYON_NUM_THREADS"] = "false", "1"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["RAYON_NUM_THREADS"] = "1"
     progress = np.frombuffer(shared_progress, _PROGRESS)
     _worker_state = ShardBuilder(job, make_tokenizer(), progress), stop_flag
     return_freed_memory()

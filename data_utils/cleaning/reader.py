@@ -25,6 +25,7 @@ from data_utils.corpus.documents import (
     SourceLocation,
     parse_block,
     plan_shards,
+    planned_bytes,
     read_blocks,
 )
 from data_utils.corpus.inputs import DELIMITERS, file_ending
@@ -46,8 +47,11 @@ class Reading:
 
 def ranges_of_tasks(paths: Sequence[InputFile], reading: Reading, tasks: int) -> list[list[FileRange]]:
     """The input of each task: about equal shares by stored bytes, in the order of the input; the last may be empty."""
-    total = sum(map(stored_bytes, paths))
-    shards = plan_shards(paths, reading.text_split, max(-(-total // tasks), 1))
+    total = sum(planned_bytes(path, stored_bytes(path)) for path in paths)
+    shard_bytes = max(-(-total // tasks), 1)
+    # A cut object counts for more than its bytes, so equal shares may be more than there are tasks.
+    while len(shards := plan_shards(paths, reading.text_split, shard_bytes)) > tasks:
+        shard_bytes += -(-shard_bytes // 8)
     return shards + [[] for _ in range(tasks - len(shards))]
 
 

@@ -241,8 +241,13 @@ def plan_shards(paths: Iterable[InputFile], text_split: str, shard_bytes: int) -
             at_end = position + taken >= size
             shards[-1].append(FileRange(path, position, None if at_end else position + taken))
             position += taken
-            remaining -= max(taken, _OBJECT_BYTES) if isinstance(path, StoredObject) else taken
+            remaining -= planned_bytes(path, taken)
     return shards
+
+
+def planned_bytes(path: InputFile, stored: int) -> int:
+    """What `stored` bytes of a file count for in a plan of shards."""
+    return max(stored, _OBJECT_BYTES) if isinstance(path, StoredObject) else stored
 
 
 def is_one_document(path: InputFile, text_split: str) -> bool:

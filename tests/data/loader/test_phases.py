@@ -119,7 +119,7 @@ def test_the_samples_of_a_phase_are_counted_as_they_are_dealt():
 
 @pytest.mark.parametrize("weights", [(0, 0), (1, -1), (1, float("nan"))])
 def test_weights_without_meaning_are_refused(weights):
-    with pytest.raises(ConfigError, match="numbers >= 0, at least one of them positive"):
+    with pytest.raises(ConfigError, match="numbers >= 0 with a finite sum, at least one of them positive"):
         Mixture([(Corpus(9), weight) for weight in weights], 1)
 
 

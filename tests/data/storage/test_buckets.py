@@ -155,7 +155,7 @@ def test_words_of_other_stores_libraries_are_understood(monkeypatch, url, error,
         def get_file_info(self, names):
             raise error
 
-    monkeypatch.setattr("data_utils.storage.buckets._file_system", lambda bucket, endpoint: Refusing())
+    monkeypatch.setattr("data_utils.storage.buckets._file_system", lambda *_: Refusing())
     with pytest.raises(DataError) as refused:
         expand_inputs([url])
     assert words in str(refused.value) and "CANARY" not in str(refused.value) and url in str(refused.value)
