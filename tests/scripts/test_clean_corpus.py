@@ -171,6 +171,14 @@ def is_done(output, finished, goal):
     return output.exists() or finished() >= goal
 
 
+def is_free(lock):
+    try:
+        os.close(open_locked(lock))
+    except BlockingIOError:
+        return False
+    return True
+
+
 def test_a_killed_command_continues_and_ends_with_the_same_output(raw):
     """kill -9 after one, two, ... finished tasks; no process is left over, and the lock is free again."""
     write(raw / "raw.jsonl", crawl(400))
@@ -189,6 +197,8 @@ def test_a_killed_command_continues_and_ends_with_the_same_output(raw):
         goal, kills = finished() + 4, kills + 1
         os.kill(command.pid, signal.SIGKILL)
         assert command.result().returncode == -signal.SIGKILL
+        # Workers hold the lock until they have noticed: nothing may write while they still do.
+        wait_until(partial(is_free, raw / ".out.megatron_lite_lock"), what="the workers have ended")
     assert kills >= 2
     assert run(raw, *options[4:], "--output", "straight").returncode == 0
     assert tree(raw / "out") == tree(raw / "straight")
