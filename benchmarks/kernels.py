@@ -59,7 +59,7 @@ SHARES = {
 
 
 @dataclass
-class Beside:
+class Comparison:
     """A kernel compared with torch. Times are in microseconds, None where none was measured."""
 
     name: str
@@ -367,11 +367,11 @@ def expected(name: str, tokens: int, width: int, words: int, gpu: Gpu) -> float:
     return kernel_micros(2.0 * passes * numbers, gpu, issued, rounds)
 
 
-def bisect(device: torch.device, tokens: int, width: int, words: int, gpu: Gpu) -> list[Beside]:
+def bisect(device: torch.device, tokens: int, width: int, words: int, gpu: Gpu) -> list[Comparison]:
     """Every kernel, in the order of a step, up to the first that differs."""
     found = []
     for case in cases(device, tokens, width, words):
-        one = Beside(
+        one = Comparison(
             case.name, difference(case.ours(), case.theirs()), expected(case.name, tokens, width, words, gpu)
         )
         found.append(one)
@@ -399,7 +399,7 @@ def attention_launch(documents: int, length: int, device: torch.device) -> Varle
 
 def bisect_attention(
     names: list[str], device: torch.device, tokens: int, width: int, gpu: Gpu
-) -> Iterator[Beside]:
+) -> Iterator[Comparison]:
     """Both directions of each implementation, without dropout; a package that does not work differs."""
     length, heads = min(DOCUMENT, tokens), width // HEAD_SIZE
     launch = attention_launch(tokens // length, length, device)
@@ -414,7 +414,7 @@ def bisect_attention(
     lengths = np.full(tokens // length, float(length))
     for name in names:
         each = [
-            Beside(
+            Comparison(
                 f"{kernel} {name}", float("nan"),
                 attention_micros(
                     Work.flash(lengths, lengths, False, HEAD_SIZE, 0.0, backward, 0, name), heads, HEAD_SIZE, 0.0,
@@ -436,7 +436,7 @@ def measure_attention(
     drawn: list[torch.Tensor],
     launch: VarlenLaunch,
     theirs: list[torch.Tensor],
-    found: list[Beside],
+    found: list[Comparison],
 ) -> None:
     """Fill in the differences of an implementation's two directions, and their times where there is a GPU."""
     *inputs, grad = drawn

@@ -23,7 +23,7 @@ from data_utils.storage.objects import RefusedError
 from data_utils.storage.web import is_signed
 
 FILE = "manifest.json"
-TEXT = "text"  # the folder of the text beside it
+TEXT = "text"  # the folder of the text, next to the record
 _FORMAT = "megatron_lite cleaned text"
 _VERSION = 1
 _MAX_BYTES = 64 << 20

@@ -139,7 +139,7 @@ def _source(url: str, recorded: Mapping[str, Any]) -> StoredObject:
     """The object of a file of a dataset. Raises DataError unless it has the bytes that the manifest records."""
     source = object_named(url)
     if source is None:
-        raise DataError(f"{url} does not exist, though the manifest beside it does; push the dataset again.")
+        raise DataError(f"{url} does not exist, though its manifest does; push the dataset again.")
     if source.size != recorded["bytes"]:
         raise DataError(
             f"{url} has {source.size:,} bytes, but the manifest records {recorded['bytes']:,}; push the dataset again."

@@ -91,17 +91,12 @@ class Bucket:
         if status >= 500 or status in (408, 429) or (_BUSY.search(words) and not _NO_RIGHT.search(words)):
             said = f"status {status}" if status else name[1] or name[2] if name else "an error"
             return TemporaryError(f"the store answered with {said}")
-        if _OTHER_REGION.search(words) or (status in (301, 307, 400) and region):
-            there = region[1] if region else "that of the bucket"
+        if _OTHER_REGION.search(words) or status in (301, 307) or (status == 400 and region):
+            there = region[1] if region else "the bucket's region"
             return DataError(f"{label}: the bucket is in another region; set AWS_REGION to {there}.")
-        if status in (301, 307):
-            return DataError(
-                f"{label}: the bucket is in another region; set AWS_REGION to that of the bucket."
-            )
         if status in (400, 401, 403) or _NO_RIGHT.search(words):
             return RefusedError(
-                f"{label}: the store gives it to nobody without the right; {_CREDENTIALS[self.kind]}"
-                f"{self._endpoint_hint()}."
+                f"{label}: the store refuses access; {_CREDENTIALS[self.kind]}{self._endpoint_hint()}."
             )
         return TemporaryError(f"the store answered with {name[1] or name[2] if name else 'an error'}")
 
@@ -221,7 +216,7 @@ def parse_bucket(url: str) -> tuple[Bucket, str]:
     netloc, _, path = rest.partition("/")
     if ":" in netloc or label != url:
         raise ConfigError(
-            f"{label} is given with a password, a port or a query, which {scheme}:// has not; {_CREDENTIALS[kind]}"
+            f"{label} is given with a password, a port or a query, which {scheme}:// does not have; {_CREDENTIALS[kind]}"
             f"{', and AWS_ENDPOINT_URL for another store' if kind == 's3' else ''}."
         )
     name, _, host = netloc.partition("@")

@@ -183,7 +183,7 @@ def _refused(label: str, status: int) -> Exception:
         return TemporaryError(f"the server answered with status {status}")
     problem, remedy = f"the server refuses it with status {status}", "check the URL"
     if status in (401, 403):
-        problem = f"the server gives it to nobody without the right (status {status})"
+        problem = f"the server refuses access (status {status})"
         remedy = (
             "give a URL with a valid signature or user:password@, or for a dataset of the hub set HF_TOKEN"
         )

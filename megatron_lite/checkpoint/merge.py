@@ -93,7 +93,7 @@ def merge(sources: Sequence[Checkpoint], shares: Sequence[float], output: Path) 
     last = sources[-1]
     if any(LORA in name for name in last.shapes):
         raise CheckpointError(
-            f"checkpoint {last.path} has updates of LoRA, and the mean of their factors is not that of the models; "
+            f"checkpoint {last.path} has updates of LoRA, and a mean of factors is not the mean of the models; "
             "export each checkpoint, import the exports, and merge those."
         )
     for source in sources[:-1]:

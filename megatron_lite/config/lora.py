@@ -43,7 +43,7 @@ class LoraConfig:
     targets: tuple[str, ...] = setting(
         (),
         "Linear layers of the blocks that have an update, by the names here (attention.query_key_value, mlp.gate) or "
-        "by those of the class of transformers (q_proj) (peft: target_modules); [] = all.",
+        "by the names in the class of transformers (q_proj) (peft: target_modules); [] = all.",
     )
     rank_stabilized: bool = setting(
         False, "The scale is alpha / sqrt(rank) instead (rsLoRA; peft: use_rslora)."

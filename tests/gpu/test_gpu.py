@@ -50,7 +50,7 @@ def test_attention_is_softmax_over_the_rule(visible_gpus, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [name for name in IMPLEMENTATIONS if name != "fa2"])
 def test_every_implementation_of_attention_is_softmax_over_the_rule(visible_gpus, name):
-    """That this machine has; fa2 is that of the test above."""
+    """Each implementation that this machine has; fa2 is in the test above."""
     (found,) = run_ranks(gpu_checks.attention_of, 1, name, list(RECIPES), 512, fresh=True, limit_seconds=240)
     if found is None:
         pytest.skip(f"no package or GPU for {name}")

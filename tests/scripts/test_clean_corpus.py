@@ -328,7 +328,7 @@ def test_columns_that_a_table_has_not_are_one_line(raw):
 
 
 def test_a_damaged_column_is_one_line(raw):
-    """Of the fields, where that of the text is whole."""
+    """The column of a field is damaged, the column of the text is whole."""
     path = raw / "a.parquet"
     write_other(path, crawl())
     group = parquet.read_metadata(path).row_group(0)

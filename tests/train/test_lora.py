@@ -79,7 +79,7 @@ def test_updates_alone_are_trained_and_kept_and_a_resumed_run_repeats_the_whole_
 def test_what_would_lose_or_average_updates_is_refused(corpus, base, tmp_path):
     directory = tmp_path / "run"
     run_ranks(fit, 1, settings(corpus, directory, base, training={"stop_after_step": 1}))
-    with pytest.raises(CheckpointError, match="has updates of LoRA, and the mean of their factors"):
+    with pytest.raises(CheckpointError, match="has updates of LoRA, and a mean of factors"):
         merge_checkpoints([last(directory), last(directory)], [0.5, 0.5], tmp_path / "mean")
     for own in (directory, tmp_path / "another"):
         tree = merge(small_run(corpus, own), {"checkpoint": {"initialize_from": str(directory)}})
