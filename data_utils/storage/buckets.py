@@ -216,8 +216,8 @@ def parse_bucket(url: str) -> tuple[Bucket, str]:
     netloc, _, path = rest.partition("/")
     if ":" in netloc or label != url:
         raise ConfigError(
-            f"{label} is given with a password, a port or a query, which {scheme}:// does not have; {_CREDENTIALS[kind]}"
-            f"{', and AWS_ENDPOINT_URL for another store' if kind == 's3' else ''}."
+            f"{label} is given with a password, a port or a query, which {scheme}:// does not have; "
+            f"{_CREDENTIALS[kind]}{', and AWS_ENDPOINT_URL for another store' if kind == 's3' else ''}."
         )
     name, _, host = netloc.partition("@")
     account = None
