@@ -68,7 +68,9 @@ def test_a_killed_copy_goes_on_with_the_blocks_that_are_right(tmp_path, dataset,
     server.most_bytes = (3 << 20) + 100_000
     child = multiprocessing.get_context("fork").Process(target=local_copy, args=(url, tmp_path / "local"))
     child.start()
-    [partial] = wait_for_partial(tmp_path / "local", 3 << 20)
+    last_range = size % (1 << 20)
+    # All that the server sends at least: the ranges come in any order, and the shorter last one may be among the first.
+    [partial] = wait_for_partial(tmp_path / "local", (2 << 20) + last_range)
     os.kill(child.pid, signal.SIGKILL)
     child.join()
     with partial.open("r+b") as file:
@@ -77,7 +79,7 @@ def test_a_killed_copy_goes_on_with_the_blocks_that_are_right(tmp_path, dataset,
     server.seen.clear()
     copy = local_copy(url, tmp_path / "local")
     assert content(copy) == content(dataset)
-    assert 1 << 20 <= sent(server) <= size - (2 << 20) + 1
+    assert 1 << 20 <= sent(server) <= size - (1 << 20) - last_range + 1
 
 
 def wait_for_partial(directory, size):
@@ -87,7 +89,7 @@ def wait_for_partial(directory, size):
         found[:] = [path for path in directory.glob("*.bin.partial") if path.stat().st_blocks * 512 >= size]
         return found
 
-    wait_until(is_there, seconds=60)
+    wait_until(is_there)
     return found
 
 
