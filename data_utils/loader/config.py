@@ -39,7 +39,8 @@ class CorpusConfig:
     )
     objective: str | None = setting(
         None,
-        "corpus of pairs: the one objective that reads it; null = a text corpus, read by all text objectives",
+        "corpus of pairs: the one objective that reads it; null = a text corpus, read by all text objectives (what is "
+        "trained is chosen in the section objectives)",
     )
     decoder_prefix: str | None = setting(
         None,

@@ -1,8 +1,9 @@
 """Shuffled windows over a dataset without shuffle arrays: every sample is a pure function of its number.
 
 `permute` is a keyed permutation of [0, n) computed point by point, so that "the i-th sample of this epoch" needs no
-array, no index file and no state. `WindowIndex` cuts a document stream into windows of equal cost and finds the
-documents of a window by a search in the mapped index.
+array, no index file and no state. `WindowIndex` is the plan of sequence packing: it cuts a document stream
+into windows of equal cost and finds the documents of a window by a search in the mapped index; objectives write them
+into a row (`fill_chunks`).
 
 An access takes O(1) memory. Where long and short documents are mixed, it takes two or three page reads from the index;
 in an index sorted by length, O(log documents). Windows are fixed by position, so every epoch has the same windows in
@@ -276,7 +277,7 @@ def _plan_chunks(
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
-def _pack_chunks(chunk_lengths, counts):
+def _concatenated_lengths(chunk_lengths, counts):
     """Chunk lengths one after the other, and the position of each sample's tokens, int64 [samples + 1]."""
     packed = np.empty(counts.sum(), np.int64)
     positions = np.zeros(counts.shape[0] + 1, np.int64)
@@ -407,7 +408,7 @@ def gather(
     counts = np.zeros(num_samples, np.int64)
     for index, starts, stops, samples in requests:
         _plan_chunks(*index._geometry, starts, stops, samples, first_tokens, chunk_lengths, counts)
-    packed, positions = _pack_chunks(chunk_lengths, counts)
+    packed, positions = _concatenated_lengths(chunk_lengths, counts)
     out = np.full((1 + any(request[0].has_entities for request in requests), positions[-1]), -1, np.int32)
     for index, _, _, samples in requests:
         for source, field in zip((index.dataset.tokens, index.dataset.entities), out, strict=False):

@@ -23,7 +23,10 @@ from megatron_lite.train.step import Progress
 
 @dataclass
 class TrainingLog(Callback):
-    """Attributes: interval: sums over the steps since the last line; last_step: of this start, which has a line too."""
+    """The log line and the record of metrics.jsonl, by rank 0; the trainer has summed their values over all ranks.
+
+    Attributes: interval: sums over the steps since the last line; last_step: of this start, which has a line too.
+    """
 
     config: Config
     phase_plan: PhasePlan
