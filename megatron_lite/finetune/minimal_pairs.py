@@ -33,7 +33,8 @@ class Paradigm:
     name: str
     phenomenon: str
     right: list[bool] = field(default_factory=list)
-    ties: int = 0  # equal scores, which count as wrong
+    ties: int = 0  # equal scores of different sentences, which count as wrong
+    same: int = 0  # pairs of one sentence twice, which count as right, as in lm_eval: no model could tell them apart
 
     @property
     def accuracy(self) -> float:
@@ -83,6 +84,7 @@ def _numbers(paradigms: Sequence[Paradigm]) -> dict[str, Any]:
         "standard_error": None if math.isnan(error) else error,
         "pairs": sum(len(one.right) for one in paradigms),
         "ties": sum(one.ties for one in paradigms),
+        "same": sum(one.same for one in paradigms),
     }
 
 
@@ -112,8 +114,10 @@ def measure(harness: Harness, pairs: Sequence[MinimalPair], score: str) -> Score
                         f"the paradigm {pair.paradigm} is of {paradigm.phenomenon!r} and of {pair.phenomenon!r}; a "
                         "paradigm has one linguistics_term."
                     )
-                paradigm.right.append(good > bad)
-                paradigm.ties += good == bad
+                # By text: scores of one sentence differ in the last digits if it is scored in two batches.
+                paradigm.right.append(good > bad or pair.is_one_sentence)
+                paradigm.ties += good == bad and not pair.is_one_sentence
+                paradigm.same += pair.is_one_sentence
             shown.update(len(some))
     return Scores(score, sorted(found.values(), key=lambda one: one.name))
 
@@ -144,6 +148,9 @@ def table(measured: Mapping[str, Scores]) -> str:
     ties = sum(one.ties for scores in measured.values() for one in scores.paradigms)
     if ties:
         text.append(f"{ties} pairs have equal scores, which count as wrong")
+    same = max(sum(one.same for one in scores.paradigms) for scores in measured.values())
+    if same:
+        text.append(f"{same} pairs are one sentence twice, which count as right, as in lm_eval")
     return "\n".join(text)
 
 

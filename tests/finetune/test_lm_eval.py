@@ -274,6 +274,7 @@ def test_minimal_pairs_have_the_accuracy_of_lm_evals_own_model(tmp_path):
     lines = [
         {"sentence_good": words(rng, 3, 9), "sentence_bad": words(rng, 3, 9), "UID": "own"} for _ in range(40)
     ]
+    lines += [{**line, "sentence_bad": line["sentence_good"]} for line in lines[:3]]  # as in BLiMP
     file = write_lines(tmp_path / "own.jsonl", lines)
     tasks = tmp_path / "tasks"
     tasks.mkdir()

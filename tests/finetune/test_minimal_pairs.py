@@ -186,22 +186,22 @@ class Constant:
         return [(float(len(text) % 2) * len(text), False) for _, text in pairs]
 
 
-def test_equal_scores_count_as_wrong_and_are_named():
+def test_equal_scores_count_as_wrong_but_one_sentence_twice_as_right():
     pairs = [
         minimal_pairs.MinimalPair("p", "", good, bad)
-        for good, bad in (("aaa", "b"), ("b", "aaa"), ("aa", "bb"), ("aaaaa", "aa"))
+        for good, bad in (("aaa", "b"), ("b", "aaa"), ("aa", "bb"), ("aaaaa", "aa"), ("aa", "aa"))
     ]
     found = minimal_pairs.measure(Constant(), pairs, "left-to-right")
     (one,) = found.paradigms
-    assert one.right == [True, False, False, True] and one.ties == 1
+    assert one.right == [True, False, False, True, True] and (one.ties, one.same) == (1, 1)
     assert "1 pairs have equal scores" in minimal_pairs.table({"run": found})
-    assert found.as_json()["paradigms"]["p"]["accuracy"] == 0.5 and list(found.phenomena()) == ["p"]
+    assert found.as_json()["paradigms"]["p"]["accuracy"] == 0.6 and list(found.phenomena()) == ["p"]
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"sentence_good": "a", "sentence_bad": "a"}\n', "line 1: both sentences"),
+        ('{"sentence_good": "a", "sentence_bad": "a"}\n' * 2, "in all 2 pairs"),
         ('\n{"sentence_good": "a"}\n', "line 2: sentence_bad is None"),
         ('{"sentence_good": "a", "sentence_bad": "b", "UID": 3}\n', "UID and linguistics_term"),
         ("[1]\n", "line 1: "),

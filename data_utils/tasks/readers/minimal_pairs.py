@@ -2,7 +2,7 @@
 
 The format is that of BLiMP (doi 10.1162/tacl_a_00321). A file has a JSON object a line: "sentence_good" and
 "sentence_bad", "UID" (the paradigm; without it the name of the file) and "linguistics_term" (the phenomenon, to which
-several paradigms belong).
+several paradigms belong). BLiMP itself has seven pairs that are one sentence twice; they are read like the others.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ class MinimalPair:
     phenomenon: str  # "" = the file does not name it
     good: str
     bad: str
+
+    @property
+    def is_one_sentence(self) -> bool:
+        return self.good == self.bad
 
 
 def read_minimal_pairs(path: Path, most: int | None = None) -> list[MinimalPair]:
@@ -70,10 +74,6 @@ def _read_file(path: Path) -> list[MinimalPair]:
                     "sentence_bad."
                 )
         good, bad = str(texts["sentence_good"]), str(texts["sentence_bad"])
-        if good == bad:
-            raise DataError(
-                f"{path}, line {number}: both sentences are {shown(good)}; a pair needs two sentences."
-            )
         names = [tree.get("UID", path.stem), tree.get("linguistics_term", "")]
         if not all(isinstance(name, str) for name in names):
             raise DataError(
@@ -82,4 +82,8 @@ def _read_file(path: Path) -> list[MinimalPair]:
         pairs.append(MinimalPair(str(names[0]), str(names[1]), good, bad))
     if not pairs:
         raise DataError(f"{path} has no pair; it needs a JSON object with two sentences a line.")
+    if all(pair.is_one_sentence for pair in pairs):
+        raise DataError(
+            f"{path}: in all {len(pairs)} pairs sentence_good and sentence_bad are equal; a pair needs two sentences."
+        )
     return pairs
