@@ -178,8 +178,19 @@ def huggingface_systems() -> str:
 def coming_from() -> str:
     """The page, with a table of the arguments of each program."""
     lines = []
+    megatron, *_ = SOURCES.values()
+    shared = {(name, argument.setting) for argument in megatron for name in argument.names}
     for source, arguments in SOURCES.items():
-        lines += ["", f"## {source}", "", "| option | setting | note |", "|---|---|---|"]
+        lines += ["", f"## {source}", ""]
+        if source == "THUDM/GLM":  # a fork of Megatron-LM
+            arguments = tuple(
+                a for a in arguments if not shared.issuperset((name, a.setting) for name in a.names)
+            )
+            lines += [
+                "Options that are not in [Megatron-LM's table](#megatron-lm-and-megatron-deepspeed):",
+                "",
+            ]
+        lines += ["| option | setting | note |", "|---|---|---|"]
         has_dashes = source.startswith(("Megatron", "THUDM"))
         for argument in arguments:
             names = [name.replace("_", "-") if has_dashes else name for name in argument.names]

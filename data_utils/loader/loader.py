@@ -61,7 +61,7 @@ class SampleLoader:
         return collate(self.objective, tokens, lengths, counts, indices, out)
 
     def prefetch(self, indices: np.ndarray) -> None:
-        """Let the kernel start to read samples int64 [B] of a later batch; see `Mixture.prefetch`."""
+        """Ask the kernel to read samples int64 [B] of a later batch; see `Mixture.prefetch`."""
         self.mixture.prefetch(indices)
 
     def fingerprint(self) -> list[dict[str, object]]:

@@ -108,7 +108,7 @@ _RUN_START = Start()
 
 
 class Mixture:
-    """Corpora mixed by weight (samples, not tokens), without end, from the start of a phase. Weight 0 = no part.
+    """Corpora mixed by weight (samples, not tokens), without end, from the start of a phase. Weight 0 = no samples.
 
     Args:
         corpora: each with its weight.
@@ -155,7 +155,7 @@ class Mixture:
         return corpora, *place_windows(self._key_seed, corpora, ordinals, self._num_windows)
 
     def deal(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Corpus, and how many samples of it precede, each int64 [B], of samples."""
+        """The corpus of each sample, and how many of its samples come before: int64 [B] each."""
         indices = np.ascontiguousarray(indices, np.int64)
         phase, first_sample, _ = self.start
         assert not len(indices) or indices.min() >= first_sample
@@ -241,7 +241,7 @@ class Mixture:
         return tokens, chunk_lengths, np.add.reduceat(chunks, np.cumsum(counts) - counts)
 
     def prefetch(self, indices: np.ndarray) -> None:
-        """Let the kernel start to read samples, indices int64 [B], that will be fetched soon.
+        """Ask the kernel to read samples, indices int64 [B], that will be fetched soon.
 
         Worth its few microseconds a sample where the corpora do not fit in memory.
         """

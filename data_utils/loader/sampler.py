@@ -366,17 +366,17 @@ class WindowIndex:
     def gather_all(
         requests: Sequence[tuple[Any, np.ndarray, np.ndarray]],
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """As `gather`, of an index, its windows int64 [k], and their samples int64 [k], for one or several datasets."""
+        """As `gather`, for several datasets: of each its index, windows int64 [k] and their samples int64 [k]."""
         for index, windows, _ in requests:
             assert not len(windows) or (windows.min() >= 0 and windows.max() < index.num_windows)
         return gather([(index, *index.costs(windows), samples) for index, windows, samples in requests])
 
     def prefetch(self, windows: np.ndarray) -> None:
-        """Let the kernel start to read windows, int64 [k], that will be gathered soon."""
+        """Ask the kernel to read windows, int64 [k], that will be gathered soon."""
         self.prefetch_from(self.costs(windows)[0])
 
     def prefetch_from(self, starts: np.ndarray) -> None:
-        """As `prefetch`, of as much as a window has from each of some costs, int64 [k], on."""
+        """As `prefetch`, for a window's length from each of the costs `starts`, int64 [k]."""
         self.dataset.prefetch(_first_tokens(*self._geometry, starts), self.window_length)
 
     def text_end(self, start: int, stop: int) -> int:

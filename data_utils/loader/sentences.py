@@ -190,7 +190,7 @@ class SentenceIndex:
         return lengths, self.longest, self.overhead, self._begins
 
     def prefetch(self, windows: np.ndarray) -> None:
-        """Let the kernel start to read rows, int64 [k], that will be gathered soon."""
+        """Ask the kernel to read rows, int64 [k], that will be gathered soon."""
         begins = self._begins[windows]
         for dataset, shift in zip(self.datasets, self._shifts, strict=False):
             dataset.prefetch(dataset.pointers[begins] >> shift, self.row_length // 2)

@@ -135,14 +135,14 @@ class RowObjective:
 
     A subclass names its section, its losses and its entry point, which calls `fill_chunks` with the objective's own
     function. (Each file has its own entry point, because numba cannot cache a function that takes another one.)
-    `values` are the settings that the entry point reads, besides the special tokens.
+    The entry point reads the settings `values` and the special tokens.
 
     Args:
         config: the objective's section. seed: the Philox key of all random numbers, `settings.key` in compiled code
             (random_streams.py).
         sequence_length: source tokens per sample, at most.
         row_length: tokens per row of the batch; None: the config's.
-    Raises: ConfigError when they do not go together.
+    Raises: ConfigError if they do not fit together.
     """
 
     name: ClassVar[str]  # of the objective and of its section in the configuration

@@ -1,6 +1,6 @@
-"""The register of objectives: what files declare (declared.py), also those of packages; a class is imported when used.
+"""The registry of objectives, also of packages. Files declare them (declared.py), and a class is imported on first use.
 
-So a run loads the objectives that it chose, and yet knows the names and the losses of all.
+So a run imports only the objectives that it chose, but knows the names and losses of all.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ObjectiveType = TypeVar("ObjectiveType", bound="type[RowObjective]")
 
 
 def register(cls: ObjectiveType) -> ObjectiveType:
-    """The mark of an objective's class, by which declared.py finds it."""
+    """The class decorator of an objective, by which declared.py finds it."""
     return cls
 
 

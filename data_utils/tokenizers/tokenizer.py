@@ -140,7 +140,7 @@ class Tokenizer(abc.ABC):
         """How tokens show where words begin."""
 
     def word_token(self, token_id: int) -> WordToken:
-        """What a token tells of words. What is no text, or was added to the vocabulary, is a word."""
+        """Whether a token begins or ends a word. One that is not text, or was added to the vocabulary, is a word."""
         marks, name = self.word_marks, self._name(token_id)
         if self.is_unknown(token_id):
             return marks.unknown_word_token(self.special_names.get(token_id, name), self._has(marks.mark))

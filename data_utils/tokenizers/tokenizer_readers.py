@@ -80,7 +80,7 @@ class TokenizerConfig:
         return hub_name(self.path)
 
     def local(self) -> TokenizerConfig:
-        """The configuration with a path on this machine: of a name of the hub that of its files in the cache.
+        """The configuration with a path on this machine; a name of the hub becomes the path of its files in the cache.
 
         Raises: DataError for a name that cannot be fetched.
         """

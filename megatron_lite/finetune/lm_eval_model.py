@@ -18,7 +18,7 @@ from megatron_lite.finetune.harness import Harness
 
 @register_model("megatron_lite")
 class CheckpointLM(LM):
-    """Hands requests on to a Harness, which says what they mean."""
+    """Passes requests to a Harness, which documents them."""
 
     def __init__(self, harness: Harness) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
 """Generation with the input template of the objective that a run was trained on: `make_decoder` chooses the decoder.
 
-    blank_infilling   what fills the text's one blank
+    blank_infilling   fills the text's one blank
     causal            continues the text: every token sees the tokens before it
     prefix_lm         continues the text, which is read in both directions; sop starts the completion
-    unilm, unilmv2    the text, [SEP], and a [MASK] at the next place, which predicts its own token. The token replaces
+    unilm, unilmv2    the text, [SEP], and a [MASK] at the next position, which predicts its token. The token replaces
                       the mask, and a new mask follows (arXiv:1905.03197, section 2.4). The mask is never kept.
     masked_diffusion  replaces masks after the text, in any order (unmasking.py)
     t5, bart, mass    the decoder generates from the encoder's output, which is computed once

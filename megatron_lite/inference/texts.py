@@ -46,7 +46,7 @@ def fills_blanks(run: OpenRun, blanks: Collection[str]) -> bool:
 
 
 def make_text_generator(run: Run, config: GenerationConfig, fills: bool) -> TextGenerator:
-    """Makes what completes texts. Args: fills: see `fills_blanks`. Raises: ConfigError for unused options."""
+    """The generator that completes texts. Args: fills: see `fills_blanks`. Raises: ConfigError for unused options."""
     if fills:
         check_generation_options(run, config)
         return BlankFiller(run.model, run.tokenizer.special, config, ignored_tokens(run.tokenizer, config))

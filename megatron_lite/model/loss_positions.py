@@ -66,8 +66,7 @@ def find_loss_positions(
 
 def few_count(count: int) -> int:
     """The next of the few counts: up to 256 the multiples of 16, above that 16 for each power of two."""
-    # 16 counts in each power of two: at most 1/16 of the positions are padding, and oneDNN builds few kernels
-    # (docs/log.md).
+    # 16 counts in each power of two: at most 1/16 of the positions are padding, and oneDNN builds few kernels.
     step = max(16, 1 << count.bit_length() >> 5)
     return -(-count // step) * step
 

@@ -1,7 +1,7 @@
 """Compares our model with a reference, on the same inputs; one of the two models is in memory at a time.
 
-A proof is a list of questions. `ask` functions (glm/proof.py, published/proof.py, models) put them to the reference;
-`prove` asks our model the same, and judges the differences.
+`ask` functions (glm/proof.py, published/proof.py, models) compute the reference's outputs for a list of inputs; `prove`
+computes ours and judges the differences.
 """
 
 from __future__ import annotations
