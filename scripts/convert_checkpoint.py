@@ -32,7 +32,7 @@ from data_utils.common.hub import (
 )
 from data_utils.common.settings import to_tree
 from data_utils.tasks.config import TaskConfig
-from megatron_lite.checkpoint.resolve_path import check_is_export, resolve_model
+from megatron_lite.checkpoint.resolve_path import ADAPTER_CONFIG, check_is_export, resolve_model
 from megatron_lite.config.tree import load_config, load_tree
 from megatron_lite.hf.files.hub_files import wanted
 
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from megatron_lite.hf.files.proof import Proof
 
 MAX_SHARD_SIZE = "5GB"
+TOLERANCE = 1e-5  # proof.TOLERANCE, whose file imports torch
+_OF_MODELS = ("copy_eop_to_gmask", "max_shard_size", "no_verify")  # options
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -64,9 +66,9 @@ def parse_arguments() -> argparse.Namespace:
         )
         text = (
             "maximum logit difference that passes, relative to the largest logit if that exceeds 1 (default: "
-            "1e-5)"
+            f"{TOLERANCE:g})"
         )
-        command.add_argument("--tolerance", type=float, default=1e-5, help=text)
+        command.add_argument("--tolerance", type=float, help=text)
     return parser.parse_args()
 
 
@@ -121,18 +123,10 @@ def parse_size(text: str) -> int:
 
 def main() -> None:
     arguments = parse_arguments()
-    verify, tolerance = not arguments.no_verify, arguments.tolerance
-    if not tolerance >= 0:
-        raise ConfigError(f"--tolerance is {tolerance}; it must be 0 or more.")
+    require_options(arguments)
     require_new_directory(arguments.output)
     # Imported here: --help and mistakes in the arguments must not wait for torch and transformers.
     if arguments.command == "export":
-        if arguments.adapter and arguments.layout == "released":
-            raise ConfigError("--adapter writes names of transformers' classes; remove --layout released.")
-        if arguments.adapter and arguments.max_shard_size is not None:
-            raise ConfigError(
-                "--adapter writes one file of weights, as peft reads it; remove --max-shard-size."
-            )
         shard_size = MAX_SHARD_SIZE if arguments.max_shard_size is None else arguments.max_shard_size
         max_shard_bytes = parse_size(shard_size)
         resolve_model(arguments.checkpoint, "--checkpoint")
@@ -143,8 +137,8 @@ def main() -> None:
             layout=arguments.layout,
             dtype=arguments.dtype,
             max_shard_bytes=max_shard_bytes,
-            verify=verify,
-            tolerance=tolerance,
+            verify=not arguments.no_verify,
+            tolerance=TOLERANCE if arguments.tolerance is None else arguments.tolerance,
             adapter=arguments.adapter,
         )
         tokenizers = arguments.tokenizer, arguments.decoder_tokenizer
@@ -175,8 +169,7 @@ def convert(arguments: argparse.Namespace, source: Path, tree: dict[str, Any]) -
                 f"--input {source} is an adapter on another model; pass --base RUN, the run of that model (import its "
                 "directory first)."
             )
-        if arguments.copy_eop_to_gmask:
-            raise ConfigError("--copy-eop-to-gmask is for a model, but --input is an adapter; remove it.")
+        refuse_options_of_models(arguments, f"--input {source} is an adapter")  # one of the hub
         import_adapter(source, arguments.base, arguments.output, tree)
         return None
     if arguments.base is not None:
@@ -187,8 +180,36 @@ def convert(arguments: argparse.Namespace, source: Path, tree: dict[str, Any]) -
         tree,
         copy_eop_to_gmask=arguments.copy_eop_to_gmask,
         verify=not arguments.no_verify,
-        tolerance=arguments.tolerance,
+        tolerance=TOLERANCE if arguments.tolerance is None else arguments.tolerance,
     )
+
+
+def require_options(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError for options that contradict each other or have no effect, before anything is read."""
+    tolerance = arguments.tolerance
+    if tolerance is not None and not tolerance >= 0:
+        raise ConfigError(f"--tolerance is {tolerance}; it must be 0 or more.")
+    if arguments.command == "export" and arguments.adapter:
+        refuse_options_of_models(arguments, "--adapter writes the updates alone")
+    if arguments.command == "import" and (Path(arguments.input) / ADAPTER_CONFIG).exists():
+        refuse_options_of_models(arguments, f"--input {arguments.input} is an adapter")
+    if tolerance is not None and arguments.no_verify:
+        raise ConfigError(
+            f"--tolerance is {tolerance:g}, but --no-verify compares nothing; remove one of them."
+        )
+
+
+def refuse_options_of_models(arguments: argparse.Namespace, reason: str) -> None:
+    """Raise ConfigError for the given options that an adapter's files leave without effect, all of them at once."""
+    values = {f"--{name.replace('_', '-')}": getattr(arguments, name, None) for name in _OF_MODELS}
+    given = [option for option, value in values.items() if value]
+    given += ["--tolerance"] * (arguments.tolerance is not None)
+    given += ["--layout released"] * (getattr(arguments, "layout", None) == "released")
+    if given:
+        raise ConfigError(
+            f"{reason}: one file of weights under the names of transformers' classes, and no logits to compare; remove "
+            f"{', '.join(given)}."
+        )
 
 
 def find_source(text: str, is_hub: bool) -> Snapshot:

@@ -10,6 +10,7 @@ chosen once. Source: google-research/electra, run_pretraining and pretrain_helpe
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +69,13 @@ class ElectraConfig(MaskedTextConfig):
 
     def num_generator_heads(self, width: int) -> int:
         return self.generator_heads or max(1, width // 64)
+
+    def further_head_sizes(self, hidden_size: int) -> Mapping[str, int]:
+        width = self.generator_width(hidden_size)
+        return {
+            "the generator's hidden_size over electra.generator_heads": width
+            // self.num_generator_heads(width)
+        }
 
     def check_run(self, config: Any) -> None:
         """Raise ConfigError unless the rest is as two stacks with common embeddings need it."""

@@ -99,6 +99,13 @@ class ObjectiveConfig(ABC):
         """The losses whose labels are classes, and their number: `model.class_heads` needs a head for each."""
         return {}
 
+    def further_head_sizes(self, hidden_size: int) -> Mapping[str, int]:
+        """Sizes of the attention heads of Transformers besides `model` and `decoder`, by what they are of, in words.
+
+        Args: hidden_size: of `model`.
+        """
+        return {}
+
     @property
     @abstractmethod
     def loss_share(self) -> float:

@@ -1,10 +1,10 @@
 """The implementations of attention on a GPU: what each takes, and which one `training.attention` chooses.
 
-Needs no torch, so that settings are refused before it is imported.
+Needs no torch, so that settings are refused before it is imported. `auto` and a name are held to the same table.
 
 fa2 (FlashAttention 2) and torch (the memory-efficient kernel) are in torch. fa3 and fa4 are packages, which a switch of
-torch puts in place of fa2. Sources of the limits: torch.nn.attention._fa3 and _fa4 of torch 2.13, and of the packages
-flash_api.cpp of hopper and flash_attn.cute.interface of August 2026.
+torch puts in place of fa2. Sources of the limits: sdp_utils.cpp, torch.nn.attention._fa3 and _fa4 of torch 2.13, and of
+the packages flash_api.cpp of hopper and flash_attn.cute.interface of August 2026.
 
 Kernels of this program compute what no implementation can: a bias of the scores, and a mask that must be evaluated.
 """
@@ -20,6 +20,10 @@ from data_utils.common.errors import ConfigError
 
 Config = Any  # tree.Config: its files import this one, and imports go one way
 Capability = tuple[int, int]  # of CUDA: 8.0 is Ampere, 9.0 Hopper, 10.0 Blackwell
+AMPERE: Capability = (8, 0)  # the first with bf16
+HEAD_MULTIPLE = 8  # features: of every implementation in half precision
+LARGEST_HEAD = 256  # of FlashAttention; `torch` takes larger ones, which have not been tried here
+LARGEST_HEAD_OF_RULE = 128  # of this program's kernels: more does not fit into a processor's shared memory
 
 
 @dataclass(frozen=True)
@@ -58,14 +62,26 @@ class Implementation:
     precisions: tuple[str, ...] = ("bf16", "fp16")
     has_dropout: bool = False
     has_window: bool = True
-    largest_head: int = 256  # features; a multiple of 8
-    largest_deterministic_head: int = 256
+    largest_head: int = LARGEST_HEAD
+    largest_deterministic_head: int = LARGEST_HEAD
+    # Whether a GPU does not run a head size with a probability of dropout that others do.
+    lacks: Callable[[Capability, int, float], bool] = lambda capability, head_size, dropout: False
     package: Package | None = None
+
+    def largest(self, deterministic: bool) -> int:
+        """The largest head size. Args: deterministic: `training.deterministic`."""
+        return self.largest_deterministic_head if deterministic else self.largest_head
 
     @property
     def is_here(self) -> bool:
         """Whether this machine has it, whatever its GPU."""
         return self.package is None or self.package.problem is None
+
+
+def _has_little_shared_memory(capability: Capability, head_size: int, dropout: float) -> bool:
+    """Whether FlashAttention 2 has no backward pass on GPUs of compute capability 8.6 to 8.9 and 12.x."""
+    is_small = capability[0] == 12 or (capability[0] == 8 and capability != AMPERE)
+    return is_small and head_size > 192 and (head_size <= 224 or dropout > 0)
 
 
 IMPLEMENTATIONS = {
@@ -87,10 +103,13 @@ IMPLEMENTATIONS = {
         package=Package("flash-attn-4", "pip install flash-attn-4==4.0.0b18", ("4.0.0b5", "4.0.0b18")),
     ),
     "fa2": Implementation(
-        "Ampere and later (compute capability 8.0)", lambda capability: capability[0] >= 8, has_dropout=True
+        "Ampere and later (compute capability 8.0)",
+        lambda capability: capability >= AMPERE,
+        has_dropout=True,
+        lacks=_has_little_shared_memory,
     ),
     "torch": Implementation(
-        "any", lambda capability: True, ("bf16", "fp16", "fp32"), has_dropout=True, has_window=False
+        "any GPU", lambda capability: True, ("bf16", "fp16", "fp32"), has_dropout=True, has_window=False
     ),
 }
 CHOICES = ("auto", *sorted(IMPLEMENTATIONS))
@@ -104,42 +123,93 @@ class Choice:
     why: str
 
 
-def _models(config: Config) -> Iterator[tuple[str, Any]]:
-    """The sections that describe a stack of blocks."""
-    yield "model", config.model
-    if config.decoder is not None:
-        yield "decoder", config.decoder
+@dataclass(frozen=True)
+class Stack:
+    """Attention of one Transformer of a run."""
+
+    section: str  # of its settings
+    model: Any  # ModelConfig
+    head_size: int
+    what: str  # the settings that the head size is of, in words
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether an implementation computes some of it: what has no bias of the scores, as cross-attention."""
+        return self.model.relative == "none" or self.model.decoder_layers > 0
 
 
-def misfits(name: str, config: Config) -> list[str]:
-    """The settings that an implementation does not take, with their values; empty = it takes all of them."""
+@dataclass(frozen=True)
+class LaunchType:
+    """What may decide that an implementation does not take a launch; each has launches with and without causal mask."""
+
+    head_size: int
+    window: int
+    dropout: float
+
+
+def _stacks(config: Config) -> Iterator[Stack]:
+    """The Transformers of a run."""
+    sections = {"model": config.model} | ({"decoder": config.decoder} if config.decoder is not None else {})
+    for name, model in sections.items():
+        what = f"{name}.head_dim" if model.head_dim else f"{name}.hidden_size over num_attention_heads"
+        yield Stack(name, model, model.head_size, what)
+    for choice in config.objective_choices:
+        for what, size in choice.section.further_head_sizes(config.model.hidden_size).items():
+            yield Stack("model", config.model, size, what)
+
+
+def launch_types(config: Config) -> list[LaunchType]:
+    """The launches of a run that differ, each once; [] where kernels of this program compute all of its attention."""
+    found: list[LaunchType] = []
+    for stack in filter(lambda stack: stack.is_launched, _stacks(config)):
+        windows = [0] if stack.model.relative != "none" else [0, stack.model.attention_window]
+        found += [LaunchType(stack.head_size, window, stack.model.attention_dropout) for window in windows]
+    return list(dict.fromkeys(found))
+
+
+def misfits(name: str, config: Config, capability: Capability | None = None) -> list[str]:
+    """The settings that an implementation does not take, with their values; empty = it takes all of them.
+
+    Args: capability: of the GPU; None = what holds on every one.
+    """
     implementation, training = IMPLEMENTATIONS[name], config.training
     found = []
+    if capability is not None and not implementation.runs_on(capability):
+        found.append(f"this GPU has compute capability {_shown(capability)}")
     if training.precision not in implementation.precisions:
         found.append(f"training.precision is {training.precision}")
-    largest = implementation.largest_head
-    if training.deterministic:
-        largest = implementation.largest_deterministic_head
-    for section, model in _models(config):
+    if training.precision == "bf16" and capability is not None and capability < AMPERE:
+        found.append(f"training.precision is bf16, which begins with compute capability {_shown(AMPERE)}")
+    for stack in filter(lambda stack: stack.is_launched, _stacks(config)):
+        section, model, size = stack.section, stack.model, stack.head_size
         if model.attention_dropout and not implementation.has_dropout:
             found.append(f"{section}.attention_dropout is {model.attention_dropout:g}")
         if model.attention_window and not implementation.has_window:
             found.append(f"{section}.attention_window is {model.attention_window}")
-        if model.head_size % 8 or model.head_size > largest:
-            found.append(f"{section}.hidden_size over num_attention_heads is {model.head_size}")
-    return found
+        if size % HEAD_MULTIPLE or size > implementation.largest(training.deterministic):
+            found.append(f"{stack.what} is {size}")
+        elif capability is not None and implementation.lacks(capability, size, model.attention_dropout):
+            found.append(
+                f"{stack.what} is {size}, which GPUs of compute capability {_shown(capability)} do not train"
+            )
+    return list(dict.fromkeys(found))
+
+
+def _shown(capability: Capability) -> str:
+    return ".".join(map(str, capability))
 
 
 def takes(name: str, config: Config) -> str:
-    """In words: the settings with which an implementation runs."""
+    """In words: the GPUs and settings with which an implementation runs."""
     implementation = IMPLEMENTATIONS[name]
-    largest = implementation.largest_head
-    if config.training.deterministic:
-        largest = implementation.largest_deterministic_head
     limits = [f"training.precision {' or '.join(implementation.precisions)}"]
     limits += ["attention_dropout 0"] * (not implementation.has_dropout)
     limits += ["attention_window 0"] * (not implementation.has_window)
-    return f"{', '.join(limits)}, heads of a multiple of 8 up to {largest}"
+    largest = implementation.largest(config.training.deterministic)
+    return (
+        f"{name} takes {implementation.gpus}, {', '.join(limits)}, heads of a multiple of {HEAD_MULTIPLE} up to "
+        f"{largest}"
+    )
 
 
 def check_attention(config: Config) -> None:
@@ -153,24 +223,32 @@ def check_attention(config: Config) -> None:
             f"training.attention is {name}, but {relative}, for which attention on GPUs is a kernel of "
             "this program; set training.attention to auto."
         )
-    found = misfits(name, config)
+    _require_fit(name, config, misfits(name, config))
+
+
+def _require_fit(name: str, config: Config, found: list[str]) -> None:
     if found:
         raise ConfigError(
-            f"training.attention is {name}, but {', '.join(found)}; {name} takes {takes(name, config)}: change these, "
-            "or set training.attention to auto."
+            f"training.attention is {name}, but {', '.join(found)}; {takes(name, config)}: change these, or set "
+            "training.attention to auto."
         )
 
 
 def _relative(config: Config) -> str:
     """The settings with which attention is a kernel of this program, with their values; "" = none."""
-    models = [(section, model) for section, model in _models(config) if model.relative != "none"]
-    return " and ".join(f"{section}.relative is {model.relative}" for section, model in models)
+    found = {stack.section: stack.model.relative for stack in _stacks(config)}
+    return " and ".join(
+        f"{section}.relative is {value}" for section, value in found.items() if value != "none"
+    )
 
 
 def describe(config: Config, choice: Choice) -> str:
     """What computes attention, and why, for the line of a start and for `--dry-run`."""
-    relative = _relative(config)
-    return f"by kernels of this program ({relative})" if relative else f"{choice.name} ({choice.why})"
+    relative, chosen = _relative(config), f"{choice.name} ({choice.why})"
+    if not relative:
+        return chosen
+    rest = f", the rest by {chosen}" if launch_types(config) else ""
+    return f"by kernels of this program ({relative}){rest}"
 
 
 def require_package(config: Config) -> None:
@@ -188,28 +266,46 @@ def require_package(config: Config) -> None:
 def choose(config: Config, capability: Capability) -> Choice:
     """The implementation that `training.attention` chooses on a GPU.
 
-    auto: fa3 on Hopper and fa4 on Blackwell where the package is installed and the settings fit; then fa2; torch for
-    fp32 and for GPUs before Ampere.
+    auto: fa3 on Hopper and fa4 on Blackwell where the package is installed and the settings fit; then fa2; then torch.
 
-    Raises: ConfigError where the chosen one does not run on this GPU.
+    Raises: ConfigError where the chosen one, or with auto each one, does not take the settings on this GPU.
     """
-    name, gpu = config.training.attention, ".".join(map(str, capability))
+    name = config.training.attention
     if name != "auto":
-        if not IMPLEMENTATIONS[name].runs_on(capability):
-            raise ConfigError(
-                f"training.attention is {name}, which runs on {IMPLEMENTATIONS[name].gpus}, but this GPU has compute "
-                f"capability {gpu}; set training.attention to auto."
-            )
+        _require_fit(name, config, misfits(name, config, capability))
         return Choice(name, "as training.attention says")
-    reasons: list[str] = []
+    conflicts = _conflicts_of_rule(config)
+    reasons: dict[str, list[str]] = {}
     for candidate in _candidates(capability):
-        package, found = IMPLEMENTATIONS[candidate].package, misfits(candidate, config)
+        package, found = IMPLEMENTATIONS[candidate].package, misfits(candidate, config, capability)
         if package is not None and package.problem:
             found.append(f"the package {package.name} {package.problem}")
+        reasons[candidate] = found
         if not found:
-            return Choice(candidate, "; ".join(reasons) or f"compute capability {gpu}")
-        reasons.append(f"not {candidate}: {found[0]}")
-    return Choice("torch", "; ".join(reasons) or f"compute capability {gpu}")
+            break
+    else:
+        conflicts += [f"{candidate}: {', '.join(found)}" for candidate, found in reasons.items()]
+        conflicts += [takes(candidate, config) for candidate in reasons if IMPLEMENTATIONS[candidate].is_here]
+    if conflicts:
+        raise ConfigError(
+            "attention on a GPU of compute capability "
+            f"{_shown(capability)} has no implementation for these settings ({'; '.join(conflicts)}); change them."
+        )
+    *others, chosen = reasons
+    why = "; ".join(f"not {other}: {reasons[other][0]}" for other in others)
+    return Choice(chosen, why or f"compute capability {_shown(capability)}")
+
+
+def _conflicts_of_rule(config: Config) -> list[str]:
+    """The settings that the kernels of this program do not take; with training.kernels torch there is no limit."""
+    if config.training.kernels != "fused":
+        return []
+    return [
+        f"{stack.what} is {stack.head_size} with {stack.section}.relative {stack.model.relative}, whose kernels take "
+        f"heads up to {LARGEST_HEAD_OF_RULE} (or set training.kernels to torch)"
+        for stack in _stacks(config)
+        if stack.model.relative != "none" and stack.head_size > LARGEST_HEAD_OF_RULE
+    ]
 
 
 def _candidates(capability: Capability) -> Iterator[str]:
@@ -218,16 +314,17 @@ def _candidates(capability: Capability) -> Iterator[str]:
     # fa4 runs on Hopper too, where no rates of it are published.
     if major in (9, 10):
         yield "fa3" if major == 9 else "fa4"
-    if major >= 8:
+    if capability >= AMPERE:
         yield "fa2"
+    yield "torch"
 
 
 def with_choice(config: Config, capability: Capability) -> Config:
     """The configuration with the implementation that `choose` names, for estimates of a GPU that need not be here.
 
-    It stays as it is where no implementation runs its attention, or takes its settings.
+    It stays as it is where kernels of this program compute attention. Raises: ConfigError, as `choose`.
     """
     name = choose(config, capability).name
-    if _relative(config) or misfits(name, config):
+    if _relative(config):
         return config
     return replace(config, training=replace(config.training, attention=name))

@@ -242,6 +242,65 @@ SOURCES: dict[str, tuple[Argument, ...]] = {
         ("epochs", "finetune.epochs={}"),
         ("switch_linear num_workers no_lazy_loader resume_dataloader sandwich_ln", "", "leave it out"),
     ),
+    "LoRA of peft, TRL and LLaMA-Factory": _arguments(
+        (
+            "use_peft finetuning_type",
+            "model.lora.rank",
+            "a rank turns LoRA on; fine-tuning needs finetune.trained=lora too",
+        ),
+        ("r lora_r lora_rank", "model.lora.rank={}"),
+        ("lora_alpha", "model.lora.alpha={}", "16 by default, in peft 8"),
+        ("lora_dropout", "model.lora.dropout={}"),
+        (
+            "target_modules lora_target_modules lora_target",
+            "model.lora.targets",
+            "a list of the same names, such as [q_proj, v_proj]; [] is all-linear",
+        ),
+        ("use_rslora", "model.lora.rank_stabilized=true"),
+        (
+            "modules_to_save lora_modules_to_save additional_target",
+            "",
+            "a task's head is always trained and saved, all else stays frozen",
+        ),
+        ("task_type lora_task_type", "", "the section task says what is learnt"),
+        ("bias lora_bias", "", "no biases are trained, as with none and false"),
+        (
+            "init_lora_weights",
+            "",
+            "as with true; PiSSA, OLoRA and others that change the base model are not implemented",
+        ),
+        ("use_dora", "", "DoRA is not implemented"),
+        (
+            "exclude_modules layers_to_transform layers_pattern rank_pattern alpha_pattern",
+            "",
+            "all blocks have equal updates, of the layers in model.lora.targets",
+        ),
+        ("fan_in_fan_out", "", "leave it out"),
+        (
+            "adapter_name_or_path",
+            "checkpoint.initialize_from",
+            "scripts/convert_checkpoint.py import --base makes a run of an adapter",
+        ),
+        (
+            "load_in_4bit load_in_8bit quantization_bit",
+            "",
+            "frozen weights have training.precision; QLoRA is not implemented",
+        ),
+    ),
+    "LoRA of Megatron-Bridge": _arguments(
+        ("dim", "model.lora.rank={}"),
+        ("alpha", "model.lora.alpha={}", "16 by default, there 32"),
+        ("dropout", "model.lora.dropout={}"),
+        ("dropout_position", "", "dropout is of the input of A, as with pre"),
+        (
+            "target_modules",
+            "model.lora.targets",
+            "linear_qkv is attention.query_key_value, linear_proj attention.dense, linear_fc1 mlp.dense_h_to_4h, "
+            "linear_fc2 mlp.dense_4h_to_h",
+        ),
+        ("lora_A_init_method lora_B_init_method", "", "as with kaiming and zero"),
+        ("a2a_experimental lora_dtype", "", "leave it out"),
+    ),
     "Launchers": _arguments(
         (
             "num_gpus num_nodes nproc_per_node nnodes node_rank master_addr master_port hostfile",

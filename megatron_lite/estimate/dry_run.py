@@ -128,7 +128,8 @@ def dry_run_report(config: Config, processes: int, gpu: Gpu, result: Estimate) -
             f"{config.training.recompute}, {passes} micro-batch{'es' * (passes > 1)} of "
             f"{config.batch.micro_batch_size} x {config.row_length} tokens per step",
             f"device            {gpu.describe(config.training.attention)}; host overhead {HOST.operation_us:g} us "
-            f"per operation and {HOST.row_us:g} us per sequence of 512 tokens",
+            f"per operation, {HOST.public_call_us:g} us more per forward launch of FlashAttention without dropout, and "
+            f"{HOST.row_us:g} us per sequence of 512 tokens",
             f"memory            {result.peak_gib:.2f} GiB peak on the largest rank ({memory}); with "
             f"{RESERVED_GIB:g} GiB for CUDA, NCCL and fragmentation it\N{NO-BREAK SPACE}{fit} "
             f"{gpu.memory_gib:g} GiB",

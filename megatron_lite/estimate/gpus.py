@@ -85,11 +85,15 @@ class Host:
     """Microseconds of a rank's Python, which runs in parallel with the device."""
 
     operation_us: float  # to start a kernel: Python, torch, Triton and CUDA's launch
+    public_call_us: (
+        float  # that a forward launch of FlashAttention without dropout takes more than other operations
+    )
     row_us: float  # to plan a sequence of 512 tokens
 
-    def millis(self, operations: float, sequences: float) -> float:
-        """Milliseconds of a step."""
-        return (operations * self.operation_us + sequences * self.row_us) / 1e3
+    def millis(self, operations: float, sequences: float, public_calls: float = 0.0) -> float:
+        """Milliseconds of a step. Args: public_calls: how many of the operations are such launches."""
+        launching = operations * self.operation_us + public_calls * self.public_call_us
+        return (launching + sequences * self.row_us) / 1e3
 
 
 def _table() -> dict[str, dict[str, Any]]:

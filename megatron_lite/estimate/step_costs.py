@@ -58,7 +58,7 @@ def _blocks(tally: Tally, stage: Stage, s: Sizes) -> None:
             costs.backward(block)
             if s.config.training.cuda_graphs:
                 # A captured block is one launch forward and one backward.
-                block.launches = 2.0
+                block.launches, block.public_calls = 2.0, 0.0
             tally.add(block, count * share)
     ends_with_sum = s.config.training.recompute != "full" and s.config.parallel.zero_stage < 3
     if model.norm == "pre" and not model.decoder_layers and ends_with_sum:

@@ -176,6 +176,7 @@ def _estimate_model(config: Config, processes: int, gpu: Gpu, sequence: AverageS
     slowest = max(tallies, key=_micros)
     micro_batches, batch = sizes.micro_batches, config.batch
     samples = batch.micro_batch_size * micro_batches
+    rows = samples * sequence.length / 512
     counts = (
         sequence.tokens,
         sequence.loss_tokens,
@@ -191,8 +192,7 @@ def _estimate_model(config: Config, processes: int, gpu: Gpu, sequence: AverageS
         collectives=_largest(tallies, "collectives", 1.0),
         collective_mb=_largest(tallies, "bytes", 1e6),
         communication_ms=_largest(tallies, "ring_micros", 1e3),
-        host_ms=HOST.millis(max(_launches(tally) for tally in tallies), samples * sequence.length / 512)
-        * bubble,
+        host_ms=max(HOST.millis(_launches(tally), rows, tally.public_calls) for tally in tallies) * bubble,
         roofline_ms=_micros(slowest) / 1e3 * bubble,
         bubble=bubble,
         rank_parameters=max(stage.numbers for stage in all_stages),

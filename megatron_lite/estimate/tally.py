@@ -25,6 +25,7 @@ class Tally:
 
     gpu: Gpu
     launches: float = 0.0
+    public_calls: float = 0.0  # launches by torch's public function, whose call costs the host more
     micros: Counter[str] = field(default_factory=Counter)  # type of kernel -> time
     collectives: Counter[str] = field(default_factory=Counter)  # group -> number of collectives
     bytes: Counter[str] = field(default_factory=Counter)  # group -> bytes of the largest tensor of each
@@ -71,6 +72,9 @@ class Tally:
         """
         self.launches += 1
         p = model.attention_dropout
+        # As in varlen_kernels.py: dropout, backward passes and the memory-efficient kernel have operators alone.
+        is_flash = work.type in ("full", "causal") and work.implementation != "torch"
+        self.public_calls += is_flash and not p and not backward
         micros = attention_micros(work, heads, model.head_size, p, backward, self.gpu, queries, moved)
         self.micros["attention"] += micros  # type: ignore[assignment]
 
@@ -84,6 +88,7 @@ class Tally:
 
     def add(self, other: Tally, times: float = 1.0) -> None:
         self.launches += times * other.launches
+        self.public_calls += times * other.public_calls
         for name in ("micros", "collectives", "bytes", "ring_micros"):
             sums = getattr(self, name)
             for key, value in getattr(other, name).items():

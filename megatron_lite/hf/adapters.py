@@ -319,6 +319,8 @@ def _config(
     changes: dict[str, Any] = {
         "model": {"lora": lora},
         "ema": {"decay": None, "use": False},
+        # Of the base, which was trained since: `_origin` would name its first weights as those under the updates.
+        "checkpoint": {"initialize_from": None, "initialize": "weights"},
         "run": {"directory": str(output)},
     }
     if run.config.task is not None:

@@ -103,7 +103,8 @@ def open_run(
 
     Args: tokenizer_path, decoder_tokenizer_path: replace the recorded paths.
 
-    Raises: CheckpointError if there is none or it is damaged; DataError if the tokenizer cannot be loaded.
+    Raises: CheckpointError if there is none, it is damaged, or has no decoder_tokenizer to replace; DataError if the
+        tokenizer cannot be loaded.
     """
     checkpoint = find_checkpoint(path, ParallelContext.alone())
     state = checkpoint.trainer_state()
@@ -118,6 +119,10 @@ def open_run(
         section = replace(section, path=str(tokenizer_path))
     tokenizer = _tokenizer(section, checkpoint, "give its path with --tokenizer")
     decoder_tokenizer, size = None, None
+    if of_decoder is None and decoder_tokenizer_path is not None:
+        raise CheckpointError(
+            f"--decoder-tokenizer is {decoder_tokenizer_path}, but {checkpoint.path} has one tokenizer; remove it."
+        )
     if of_decoder is not None:
         if decoder_tokenizer_path is not None:
             of_decoder = replace(of_decoder, path=str(decoder_tokenizer_path))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from data_utils.common.errors import ConfigError
-from megatron_lite.config.attention import Choice, choose, describe
+from megatron_lite.config.attention import Choice, choose, describe, launch_types
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.model.attention_backends.interface import BatchPlan
@@ -15,6 +15,8 @@ from megatron_lite.model.attention_backends.varlen import VarlenPlan
 from megatron_lite.model.attention_backends.window import plan_layers
 from megatron_lite.model.kernels.fused import kernels_are_wanted
 from megatron_lite.model.kernels.varlen_kernels import try_attention, use_attention
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def attention_choice(config: Config, device: torch.device) -> Choice | None:
@@ -42,8 +44,7 @@ def set_attention(config: Config, device: torch.device) -> None:
     choice = attention_choice(config, device)
     if choice is not None:
         use_attention(choice.name)
-        dtype = torch.float16 if config.training.precision == "fp16" else torch.bfloat16
-        try_attention(device, dtype, config.model.head_size)
+        try_attention(device, _DTYPES[config.training.precision], launch_types(config))
 
 
 def dense_reason(config: ModelConfig, device: torch.device) -> str | None:

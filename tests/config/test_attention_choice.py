@@ -12,13 +12,22 @@ from support.configs import tiny
 
 from data_utils.common.errors import ConfigError
 from data_utils.common.settings import merge
-from megatron_lite.config.attention import IMPLEMENTATIONS, choose, misfits, require_package, with_choice
+from megatron_lite.config.attention import (
+    IMPLEMENTATIONS,
+    LaunchType,
+    choose,
+    misfits,
+    require_package,
+    with_choice,
+)
 from megatron_lite.metrics.reports import start_line
 from megatron_lite.model import attention_choice
 from megatron_lite.model.attention_choice import set_attention
 from megatron_lite.model.kernels import varlen_kernels
 
 FREE = "model.attention_dropout=0.0"
+HEADS = ("model.hidden_size=256", "model.num_attention_heads=1")
+WIDE = ("model.attention_dropout=0.1", *HEADS)
 VOLTA, AMPERE, ADA, HOPPER, BLACKWELL, CONSUMER = (7, 0), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)
 
 
@@ -52,6 +61,10 @@ def installed(monkeypatch, tmp_path):
         (ADA, [FREE], ("fa3", "fa4"), "fa2"),
         (AMPERE, ["model.attention_dropout=0.1"], (), "fa2"),
         (VOLTA, ["training.precision=fp16"], ("fa3",), "torch"),
+        (AMPERE, WIDE, (), "fa2"),
+        (ADA, WIDE, (), "torch"),  # no backward pass of FlashAttention 2
+        (CONSUMER, WIDE, (), "torch"),
+        (ADA, [FREE, *HEADS], (), "fa2"),
     ],
 )
 def test_auto_chooses_by_gpu_dropout_and_packages(installed, capability, settings, packages, chosen):
@@ -89,9 +102,6 @@ def test_a_version_that_torch_does_not_call_correctly_is_not_taken(installed, ve
         require_package(config)
 
 
-HEADS = ("model.hidden_size=256", "model.num_attention_heads=1")
-
-
 @pytest.mark.parametrize(
     ("name", "settings", "unfit"),
     [
@@ -112,12 +122,59 @@ def test_limits_of_implementations(name, settings, unfit):
     ("name", "capability"), [("fa3", BLACKWELL), ("fa3", AMPERE), ("fa4", AMPERE), ("fa2", VOLTA)]
 )
 def test_a_gpu_that_does_not_run_it_is_refused(name, capability):
-    config = tiny("training.precision=bf16", FREE, f"training.attention={name}")
+    config = tiny("training.precision=fp16", FREE, f"training.attention={name}")
     with pytest.raises(
-        ConfigError, match=rf"attention is {name}, .* capability {capability[0]}\.{capability[1]}; set"
+        ConfigError, match=rf"attention is {name}, but .* capability {capability[0]}\.{capability[1]};"
     ):
         choose(config, capability)
-    assert choose(tiny("training.precision=bf16", "training.attention=torch"), capability).name == "torch"
+    assert choose(tiny("training.precision=fp16", "training.attention=torch"), capability).name == "torch"
+
+
+UNFIT = {
+    "head of no multiple": (AMPERE, ["model.hidden_size=80", "model.num_attention_heads=4"], "is 20"),
+    "large head": (HOPPER, ["model.head_dim=264"], r"model\.head_dim is 264"),
+    "window in fp32": (
+        HOPPER,
+        ["training.precision=fp32", "model.attention_window=4", "model.global_every=2"],
+        "attention_window is 4|precision is fp32",
+    ),
+    "bf16 before Ampere": (VOLTA, [], "precision is bf16"),
+    "head of ELECTRA's generator": (
+        HOPPER,
+        ["objectives={electra: 1}", "model.system=electra", "model.hidden_size=64", "data.sequence_length=64",
+         "electra.generator_size=0.3125", "training.loss_normalization=per_objective"],
+        r"electra\.generator_heads is 20",
+    ),
+    "head of cross-attention": (
+        HOPPER,
+        ["model.decoder_layers=2", "model.relative=buckets", "objectives={t5: 1}", "model.head_dim=20"],
+        r"model\.head_dim is 20",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_auto_refuses_what_a_name_refuses(case):
+    """Where no implementation takes the settings, `auto` is refused for the same reason as each by name."""
+    capability, settings, reason = UNFIT[case]
+    settings = ["training.precision=bf16", FREE, *settings]
+    with pytest.raises(ConfigError, match=reason) as refused:
+        choose(tiny(*settings), capability)
+    assert "torch: " in str(refused.value)
+    if "model.relative=buckets" not in settings:  # which no name takes
+        for name in ("torch", "fa2"):
+            with pytest.raises(ConfigError, match=reason):
+                choose(tiny(*settings, f"training.attention={name}"), capability)
+
+
+@pytest.mark.parametrize(("settings", "fits"), [([], False), (["training.kernels=torch"], True)])
+def test_heads_of_the_kernels_for_relative_positions(settings, fits):
+    config = tiny("training.precision=bf16", *HEADS, "model.relative=buckets", *settings)
+    if fits:
+        choose(config, HOPPER)
+        return
+    with pytest.raises(ConfigError, match=r"is 256 with model\.relative buckets, .* up to 128"):
+        choose(config, HOPPER)
 
 
 def test_all_conflicts_are_named_at_once():
@@ -155,6 +212,11 @@ def test_a_cpu_has_no_implementation_to_choose(settings, tmp_path, name):
         ("h100", [FREE], "fa2 (not fa3: the package flash_attn_3 is not installed)"),
         ("h100", [FREE, "training.attention=fa3"], "fa3 (as training.attention says)"),
         ("a100", ["model.relative=buckets"], "by kernels of this program (model.relative is buckets)"),
+        (
+            "a100",
+            ["model.relative=buckets", "model.decoder_layers=2", "objectives={t5: 1}"],
+            "by kernels of this program (model.relative is buckets), the rest by fa2 (compute capability 8.0)",
+        ),
     ],
 )
 def test_a_dry_run_names_the_implementation(gpu, settings, said):
@@ -195,5 +257,32 @@ def test_a_start_activates_the_implementation_by_torchs_switch(on_hopper, instal
     monkeypatch.setattr(varlen_kernels, "_implementation", "fa2")
     monkeypatch.setattr(attention_choice, "try_attention", lambda *given: activated.append(given[1:]))
     set_attention(tiny("training.precision=bf16", FREE, f"training.attention={name}"), on_hopper.device)
-    assert activated == ["FA4" if name == "fa4" else "FA3", (torch.bfloat16, 16)]
+    assert activated == ["FA4" if name == "fa4" else "FA3", (torch.bfloat16, [LaunchType(16, 0, 0.0)])]
     assert varlen_kernels.attention_in_use() == activated[0].lower()
+
+
+ELECTRA, T5 = UNFIT["head of ELECTRA's generator"][1][:-2], ["model.decoder_layers=2", "objectives={t5: 1}"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "precision", "launched"),
+    [
+        (["model.attention_dropout=0.1"], "bf16", [(16, 0, 0.1)]),
+        ([FREE], "fp32", [(16, 0, 0.0)]),
+        ([FREE, "model.attention_window=4", "model.global_every=2"], "fp16", [(16, 0, 0.0), (16, 4, 0.0)]),
+        (
+            [FREE, *ELECTRA, "electra.generator_size=0.5", "training.loss_normalization=per_objective"],
+            "bf16",
+            [(16, 0, 0.0), (32, 0, 0.0)],
+        ),
+        ([FREE, *T5, "model.relative=buckets"], "bf16", [(16, 0, 0.0)]),
+        ([FREE, "model.relative=buckets"], "bf16", []),
+    ],
+)
+def test_a_start_tries_what_the_run_will_launch(on_hopper, monkeypatch, settings, precision, launched):
+    tried = []
+    monkeypatch.setattr(attention_choice, "use_attention", lambda name: None)
+    monkeypatch.setattr(attention_choice, "try_attention", lambda *given: tried.append(given[1:]))
+    set_attention(tiny(f"training.precision={precision}", *settings), on_hopper.device)
+    types = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    assert tried == [(types[precision], [LaunchType(*each) for each in launched])]

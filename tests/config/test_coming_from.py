@@ -29,6 +29,7 @@ VALUES = {
     "recompute_granularity": "full", "lr_decay_style": "linear", "lr_scheduler_type": "cosine",
     "hidden_dropout": "0.5", "attention_dropout": "0.5", "adam_beta1": "0.9", "adam_beta2": "0.9",
     "rotary_base": "500", "global_batch_size": "16", "seq_length": "64",
+    **dict.fromkeys(("lora_dropout", "dropout"), "0.5"),
     "max_seq_length": "64", "zero_stage": "2", "label_smoothing_factor": "0.1",
     **dict.fromkeys(("save", "load", "output_dir", "experiment_name", "run_name", "wandb_exp_name"), "x"),
     **dict.fromkeys(("tokenizer_model", "wandb_project", "data_path", "valid_data_path"), "x"),
@@ -68,6 +69,24 @@ def test_options_are_answered_all_at_once():
     ):  # fmt: skip
         assert part in answer
     assert "\n" not in answer and "--config" not in answer and "beta1" not in answer
+
+
+def test_options_of_lora_are_answered():
+    """As TRL takes them: what is a setting, and what is not implemented."""
+    line = [
+        "--use_peft",
+        "--lora_r",
+        "8",
+        "--lora_target_modules",
+        "q_proj",
+        "v_proj",
+        "--use_rslora",
+        "--use_dora",
+    ]
+    answer = explain_options(line, [word for word in line if word.startswith("--")])
+    for part in ("--lora_r 8 is model.lora.rank=8;", "model.lora.targets (", "rank_stabilized=true;"):
+        assert part in answer
+    assert re.search(r"--use_dora: .* not implemented", answer)
 
 
 def test_a_flag_that_is_off_is_left_out():

@@ -285,6 +285,19 @@ def test_times_follow_from_the_counts():
             assert found.roofline_ms == pytest.approx(sum(found.kernel_ms.values()) * found.bubble)
 
 
+@pytest.mark.parametrize(("dropout", "calls"), [(0.0, 2 * 24), (0.1, 0)])
+def test_the_host_pays_for_torchs_public_attention(dropout, calls):
+    """Forward without dropout; the memory-efficient kernel has as many launches, and no public function."""
+    fa2, torch = (
+        config_of(PAPER, 8, 4, (f"model.attention_dropout={dropout}", f"training.attention={name}"))
+        for name in ("fa2", "torch")
+    )
+    rows = average_sequence(fa2)
+    more = estimate(fa2, 8, H100, rows).host_ms - estimate(torch, 8, H100, average_sequence(torch)).host_ms
+    passes = fa2.batch.accumulation_steps(8)
+    assert more == pytest.approx(calls * passes * HOST.public_call_us / 1e3)
+
+
 def test_two_stacks_are_refused_by_name():
     with pytest.raises(ConfigError, match="decoder is set"):
         require_one_transformer(load_config([ROOT / "configs/optimus-base.yaml"]))

@@ -7,7 +7,7 @@ import yaml
 from support.hf_directories import write_model_parallel
 from support.hf_runs import tree
 
-from data_utils.common.errors import UserError
+from data_utils.common.errors import CheckpointError, ConfigError, UserError
 from megatron_lite.inference.open_run import load_run
 from scripts import convert_checkpoint
 
@@ -52,6 +52,30 @@ def test_the_commands_print_their_proof(run, vocabulary, exports, tmp_path, monk
         command(
             monkeypatch, "export", "--checkpoint", run, "--output", tmp_path / "x", "--max-shard-size", "lots"
         )
+
+
+ADAPTER = {"--no-verify": [], "--tolerance": ["0.1"], "--copy-eop-to-gmask": []}
+EXPORT = {"--no-verify": [], "--tolerance": ["0.1"], "--layout": ["released"], "--max-shard-size": ["1GB"]}
+
+
+def test_options_without_effect_are_refused_all_at_once(run, tmp_path, monkeypatch):
+    """Of an adapter, of which no logits are compared; and of a comparison that is not made."""
+    adapter, output = tmp_path / "adapter", tmp_path / "out"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    to, of = ["export", "--checkpoint", run, "--output", output], ["--input", adapter, "--output", output]
+    for given, options in (([*to, "--adapter"], EXPORT), (["import", *of, "--base", run], ADAPTER)):
+        with pytest.raises(ConfigError, match=r"an adapter|--adapter") as refused:
+            command(
+                monkeypatch, *given, *(word for name, values in options.items() for word in (name, *values))
+            )
+        removed = str(refused.value).rpartition("remove ")[2]
+        assert {each.split()[0].strip(".") for each in removed.split(", ")} == options.keys()
+    with pytest.raises(ConfigError, match=r"--tolerance is 0\.1, but --no-verify"):
+        command(monkeypatch, *to, "--no-verify", "--tolerance", "0.1")
+    with pytest.raises(CheckpointError, match=r"--decoder-tokenizer is .* one tokenizer"):
+        command(monkeypatch, *to, "--decoder-tokenizer", adapter)
+    assert not output.exists()
 
 
 def test_a_mistake_is_one_line_and_status_2(tmp_path, monkeypatch, capsys):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+import yaml
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from support.class_losses import class_loss, trained_losses
@@ -188,6 +189,25 @@ def test_training_and_files_are_pefts(case, ranks, tmp_path):
     assert all(torch.equal(rounded[name], tensor.bfloat16().float()) for name, tensor in merged.items())
     begun = class_model(case, original).state_dict()
     assert not all(torch.equal(exported[name], begun[name]) for name in begun)
+
+
+def test_the_model_under_an_adapter_is_named_only_as_it_was_published(tmp_path):
+    """Not once the base was trained: its first weights are others than those that the adapter is for."""
+    _, base, adapter = begin("bert", tmp_path)
+    (base / "source.json").write_text(json.dumps({"repository": "org/model", "commit": "c" * 40}))
+    trained = shutil.copytree(base, tmp_path / "trained")
+    config = load_yaml(trained / "config.yaml") | {"checkpoint": {"initialize_from": str(base)}}
+    (trained / "config.yaml").write_text(yaml.safe_dump(config))
+    run_ranks(train, 1, trained, batches_of(base), 1)
+    for directory, name in ((base, "org/model"), (trained, None)):
+        import_adapter(adapter, directory, tmp_path / f"{directory.name}-run", {})
+        export_run(
+            tmp_path / f"{directory.name}-run",
+            tmp_path / f"{directory.name}-out",
+            ExportOptions(adapter=True),
+        )
+        described = json.loads((tmp_path / f"{directory.name}-out/adapter_config.json").read_text())
+        assert described["base_model_name_or_path"] == name
 
 
 def both_names(tensors):

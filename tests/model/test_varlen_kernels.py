@@ -14,6 +14,7 @@ from torch.nn.attention import _fa3, _fa4, current_flash_attention_impl
 from torch.profiler import ProfilerActivity, profile
 
 from data_utils.common.errors import ConfigError
+from megatron_lite.config.attention import LaunchType
 from megatron_lite.model.attention_backends.varlen import VarlenLaunch
 from megatron_lite.model.kernels import varlen_kernels
 from megatron_lite.model.kernels.varlen_kernels import (
@@ -75,12 +76,16 @@ def check_saved(out, log_sums, *rest):
     torch.testing.assert_close((out, log_sums), attend(*rest))
 
 
+def longest(*ends):
+    return [int(each.diff().max()) for each in ends]
+
+
 class Fa2:
     """The operators of torch that its CUDA library has."""
 
     @staticmethod
     def into(out, q, k, v, query_ends, key_ends, max_q, max_k, p, causal, debug, **given):
-        assert (max_q, max_k, p, debug) == (5, 8, 0.0, False)
+        assert (max_q, max_k, p, debug) == (*longest(query_ends, key_ends), 0.0, False)
         found, sums = attend(
             q, k, v, query_ends, key_ends, causal, given["window_size_left"], given["window_size_right"]
         )
@@ -91,7 +96,11 @@ class Fa2:
     def backward(
         grad, q, k, v, out, sums, query_ends, key_ends, max_q, max_k, p, causal, state, unused, **given
     ):
-        assert (max_q, max_k, p) == (5, 8, 0.0) and state.dtype == torch.uint64 and state.shape == (2,)
+        assert (
+            (max_q, max_k, p) == (*longest(query_ends, key_ends), 0.0)
+            and state.dtype == torch.uint64
+            and state.shape == (2,)
+        )
         rest = query_ends, key_ends, causal, given["window_size_left"], given["window_size_right"]
         check_saved(out, sums, q, k, v, *rest)
         return gradients(grad, q, k, v, *rest)
@@ -217,19 +226,37 @@ def test_torchs_functions_launch_nothing_besides_the_kernel(implementation, monk
     assert [name for name in names if name.startswith("aten::") and any(work in name for work in works)] == []
 
 
-@pytest.mark.parametrize("implementation", ["fa3", "fa4"], indirect=True)
-def test_a_start_tries_the_package(implementation, monkeypatch):
-    try_attention(torch.device("cpu"), torch.float64, 8)
+@EVERY
+def test_a_start_tries_every_type_of_launch(implementation, monkeypatch):
+    """Each head size and window, causal and not; the first that fails is named."""
+    launched = []
+
+    class Kernel(varlen_kernels._Flash):
+        @staticmethod
+        def forward(q, k, v, launch, dropout):
+            launched.append((q.shape[-1], len(q) < len(k), launch.causal, launch.window))
+            return varlen_kernels._Flash.forward(q, k, v, launch, dropout)
+
+    monkeypatch.setattr(varlen_kernels, "varlen_kernel", lambda dtype: Kernel)
+    types = [LaunchType(8, 0, 0.0), LaunchType(16, 0, 0.0), LaunchType(16, 3, 0.0)]
+    try_attention(torch.device("cpu"), torch.float64, types)
+    sizes = [(8, True, 0), (16, True, 0), (16, False, 3)]
+    assert launched == [
+        (size, longer, causal, window) for size, longer, window in sizes for causal in (False, True)
+    ]
     # As from version 4.0.0b19, which torch 2.13 does not know; and a kernel that is not built for this GPU.
     interface = sys.modules["flash_attn.cute.interface"]
     monkeypatch.setattr(
         interface, "_flash_attn_fwd", lambda *given, **more: (*fa4_forward(*given, **more), None, None)
     )
     monkeypatch.setitem(KERNELS, "fa3 bwd", lambda *_: 1 / 0)
+    if implementation == "fa2":
+        monkeypatch.setattr(varlen_kernels, "_flash_backward", broken)
+    found = "which" if implementation == "fa2" else "whose package .*"
     with pytest.raises(
-        ConfigError, match=rf"chooses {implementation}, whose package .* does not work here \(.+\); .* fa2"
+        ConfigError, match=rf"{implementation}, {found} does not work here \(heads of 8: .+\); "
     ):
-        try_attention(torch.device("cpu"), torch.float64, 8)
+        try_attention(torch.device("cpu"), torch.float64, types)
 
 
 def test_a_package_that_does_not_work_is_named(monkeypatch):

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from data_utils.common.errors import ConfigError
+from megatron_lite.config.attention import LARGEST_HEAD_OF_RULE
 from megatron_lite.model.attention_backends.interface import AttentionFunction, Packed
 from megatron_lite.model.attention_backends.layout import PADDING, Layout, padded_order
 from megatron_lite.model.kernels.dropout import AttentionDropout
@@ -27,7 +28,6 @@ from megatron_lite.model.kernels.rule_attention import (
     rule_attention_queries_kernel,
 )
 
-_LARGEST_HEAD_SIZE = 128  # more does not fit into a processor's shared memory
 _NEVER = np.iinfo(np.int32).max  # key_time of a query-stream token, as int32
 
 
@@ -145,10 +145,10 @@ class BlockPlan:
     ) -> torch.Tensor:
         """As AttentionPlan. Args: bias: a KernelBias."""
         (qkv,) = inputs
-        if qkv.shape[-1] > _LARGEST_HEAD_SIZE:
+        if qkv.shape[-1] > LARGEST_HEAD_OF_RULE:
             raise ConfigError(
                 f"heads have {qkv.shape[-1]} features; the kernels of attention with a mask or a bias take up to "
-                f"{_LARGEST_HEAD_SIZE}: set training.kernels=torch, or more heads."
+                f"{LARGEST_HEAD_OF_RULE}: set training.kernels=torch, or more heads."
             )
         if bias is None:
             return AttentionFunction.apply(RuleAttention(self, dropout), qkv.contiguous())

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from data_utils.common.errors import ConfigError
+from megatron_lite.config.attention import HEAD_MULTIPLE, LARGEST_HEAD
 from megatron_lite.model.attention_backends.interface import AttentionFunction, Packed, ScoreBias
 from megatron_lite.model.attention_backends.layout import (
     BLIND,
@@ -45,7 +46,6 @@ from megatron_lite.model.kernels.varlen_kernels import varlen_kernel
 
 # Padding is computed as documents of this many tokens, because writing zeros would need another launch.
 _PADDING_DOCUMENT = 64
-_HEAD_DIM_MULTIPLE, _LARGEST_HEAD_DIM = 8, 256  # of FlashAttention
 
 # Queries [start, stop) and the ranges of their keys, tokens of the layout.
 _Sequence = tuple[tuple[int, int], Sequence[tuple[int, int]]]
@@ -185,10 +185,10 @@ class VarlenPlan:
 
     def prepare(self, head_dim: int, device: torch.device, dropout: AttentionDropout | None) -> float:
         """Before the launches of a layer: seeds their kernels. Returns the probability of dropout."""
-        if head_dim % _HEAD_DIM_MULTIPLE or head_dim > _LARGEST_HEAD_DIM:
+        if head_dim % HEAD_MULTIPLE or head_dim > LARGEST_HEAD:
             raise ConfigError(
                 f"model.hidden_size over model.num_attention_heads is {head_dim}; CUDA's attention kernels need a "
-                f"multiple of {_HEAD_DIM_MULTIPLE} up to {_LARGEST_HEAD_DIM}: change one of them."
+                f"multiple of {HEAD_MULTIPLE} up to {LARGEST_HEAD}: change one of them."
             )
         if dropout is None:
             return 0.0

@@ -10,7 +10,8 @@ FlashAttention 3 and 4 are packages that torch's switch puts in place of these o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -24,7 +25,7 @@ from torch.nn.attention import (
 from data_utils.common.errors import ConfigError
 from data_utils.common.private_names import lookup
 from data_utils.common.setting_files import one_line
-from megatron_lite.config.attention import IMPLEMENTATIONS, Package
+from megatron_lite.config.attention import IMPLEMENTATIONS, LaunchType
 from megatron_lite.model.kernels.compat import Gradients
 
 _flash_forward = lookup("torch.ops.aten._flash_attention_forward")
@@ -52,7 +53,7 @@ def use_attention(name: str, activate: bool = True) -> None:
         try:
             activate_flash_attention_impl(name.upper())
         except (ImportError, OSError, RuntimeError, ValueError) as error:
-            raise _unusable(name, package, error) from error
+            raise _unusable(name, error) from error
     elif current_flash_attention_impl() is not None:
         restore_flash_attention_impl()
     if name != "torch":
@@ -60,33 +61,41 @@ def use_attention(name: str, activate: bool = True) -> None:
     _implementation = name
 
 
-def try_attention(device: torch.device, dtype: torch.dtype, head_size: int) -> None:
-    """Launch the implementation in use once in both directions. Raises: ConfigError if its package does not work here.
+def try_attention(device: torch.device, dtype: torch.dtype, types: Sequence[LaunchType]) -> None:
+    """Launch the implementation in use once for each type, without and with a causal mask, in both directions.
 
-    A package that is imported may still be built for another GPU, or called by torch in a way that it has left.
+    A kernel may be missing in this build of torch, a package be built for another GPU, or called by torch in a way that
+    it has left; each for some head sizes alone. Raises: ConfigError if a launch fails.
     """
-    name = _implementation
+    name, kernel = _implementation, varlen_kernel(dtype)
+    for launched, causal in itertools.product(types, (False, True)):
+        # More keys than queries, as in GLM and in cross-attention; local layers have as many.
+        queries, keys = 16, 16 if launched.window else 24
+        q = torch.ones(queries, 1, launched.head_size, device=device, dtype=dtype)
+        k = torch.ones(keys, 1, launched.head_size, device=device, dtype=dtype)
+        ends = [torch.tensor([0, length], device=device, dtype=torch.int32) for length in (queries, keys)]
+        launch = SimpleNamespace(
+            query_ends=ends[0], key_ends=ends[1], longest_queries=queries, longest_keys=keys, causal=causal,
+            window=launched.window,
+        )  # fmt: skip
+        try:
+            out, state = kernel.forward(q, k, k, launch, launched.dropout)
+            kernel.backward(q, q, k, k, out, state, launch, launched.dropout)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        except Exception as error:  # whatever torch or the package raises
+            raise _unusable(name, error, f"heads of {launched.head_size}: ") from error
+
+
+def _unusable(name: str, error: Exception, what: str = "") -> ConfigError:
+    """Args: what: was launched, in words."""
     package = IMPLEMENTATIONS[name].package
-    if package is None:
-        return
-    q = torch.ones(16, 1, head_size, device=device, dtype=dtype)
-    ends = torch.tensor([0, 16], device=device, dtype=torch.int32)
-    launch = SimpleNamespace(
-        query_ends=ends, key_ends=ends, longest_queries=16, longest_keys=16, causal=False, window=0
-    )
-    try:
-        out, state = _Flash.forward(q, q, q, launch, 0.0)
-        _Flash.backward(q, q, q, q, out, state, launch, 0.0)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    except Exception as error:  # whatever the package raises
-        raise _unusable(name, package, error) from error
-
-
-def _unusable(name: str, package: Package, error: Exception) -> ConfigError:
+    source, remedy = "which", "install a torch that is built for this GPU"
+    if package is not None:
+        source, remedy = f"whose package {package.name}", f"{package.install}, built for this torch and CUDA"
     return ConfigError(
-        f"training.attention chooses {name}, whose package {package.name} does not work here ({one_line(error)}); "
-        f"{package.install}, built for this torch and CUDA, or set training.attention to fa2."
+        f"training.attention chooses {name}, {source} does not work here ({what}{one_line(error)}); {remedy}, or set "
+        f"training.attention to {'torch' if name == 'fa2' else 'fa2'}."
     )
 
 
