@@ -40,7 +40,7 @@ CHOSEN = {
     "mt5": ({"t5": {}}, 512, 8),
     "xlnet": ({"xlnet": {}}, 512, 8),
 }
-FEW = ("bert", "gpt2", "t5")
+FEW = ("gpt2", "t5")  # the tests below import BERT
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)

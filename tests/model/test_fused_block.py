@@ -124,7 +124,13 @@ def counted(monkeypatch):
     return blocks
 
 
-@pytest.mark.parametrize("body", BODIES)
+# In the interpreter a body takes seconds: those that differ from others by one option are slow.
+SLOW = ("modern, one call", "norms of heads, two calls", "norms of heads and all biases", "shared keys")
+
+
+@pytest.mark.parametrize(
+    "body", [pytest.param(body, marks=[pytest.mark.slow] * (body in SLOW)) for body in BODIES]
+)
 def test_a_model_of_fused_blocks(emulated_kernel, counted, body):
     options, objective, dropout_seed, count = BODIES[body]
     model, batch = model_of(dataclasses.replace(CONFIG, **options)), batch_of(objective)

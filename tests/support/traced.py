@@ -45,13 +45,13 @@ TWO = ("parallel.pipeline_parallel_size=2", "parallel.zero_stage=1")
 FEW = {
     "data parallel": (PAPER, 64, 1, (), None, 1),
     "tensor parallel": (PAPER, 2, 1, (TP,), None, 1),
-    "sequence parallel": (PAPER, 2, 1, (TP, "parallel.sequence_parallel=true"), None, 1),
     "pipeline": (PAPER, 2, 1, (PP,), None, 1),
     "bert": (BERT, 64, 2, WHOLE, None, 1),
     "task, choices": (PAPER, 64, 1, (TASK,), "choices", 1),
     "bert, an item()": (BERT, 64, 1, (), "wait", 1),
 }
 MORE = {
+    "sequence parallel": (PAPER, 2, 1, SP, None, 1),
     "unilmv2": (UNILMV2, 64, 1, ("model.relative=none",), None, 1),
     "t5": (T5, 64, 1, ADAMW, None, 1),
     "local layers": (WINDOWED, 1, 1, SHORT_ROWS, None, 1),
