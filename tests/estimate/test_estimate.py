@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.project import ROOT
-from support.traced import BERT, CASES, FEW, LAYOUTS, PAPER, config_of
+from support.step_profiles import BERT, CASES, FEW, LAYOUTS, PAPER, config_of
 
 from data_utils.common.errors import ConfigError
 from megatron_lite.config.tree import load_config

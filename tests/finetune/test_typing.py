@@ -8,7 +8,7 @@ import torch
 from support.commands import assert_refused, forked
 from support.distributed import run_ranks
 from support.mention_tasks import RELATIONS, TYPES, write_task
-from support.plugs import weights_of
+from support.own_models import weights_of
 from support.tasks import task_of
 
 from data_utils.common.errors import ConfigError

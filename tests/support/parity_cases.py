@@ -341,7 +341,7 @@ def with_optimizer(kind: str, case: Case) -> Case:
     return replace(case, optimizer=kind, variant="rms-norm" if kind == "adafactor" else case.variant)
 
 
-OPTIMIZERS = [  # beside AdamW: they read sums over whole tensors, and Muon sends matrices to one rank
+OPTIMIZERS = [  # other than AdamW: they read sums over whole tensors, and Muon sends matrices to one rank
     with_optimizer(kind, case)
     for kind in OTHERS
     for case in (
