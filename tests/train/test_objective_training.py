@@ -104,7 +104,7 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", ["masked_diffusion", pytest.param("ul2", marks=pytest.mark.slow)])
 def test_a_run_of_drawn_ways_is_resumed_bit_for_bit(settings, tmp_path, name):
     """Which way a text is hidden follows from its sample's number."""
     changes = {"objectives": {name: 1.0}, "training": {"steps": 4}, "checkpoint": {"save_interval": 2}}

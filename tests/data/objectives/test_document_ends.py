@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.recipes import FIRST_TEXT_TOKEN, SPECIAL, vocabulary
 
+from data_utils.common.batch_fields import TOKENS, WEIGHTS
 from data_utils.common.errors import ConfigError
 from data_utils.loader.loader import collate
 from data_utils.objectives import OBJECTIVES, make_one
@@ -140,4 +141,5 @@ def test_random_tokens_are_tokens():
 
 @pytest.mark.parametrize("name", [*WITH_SEP, "bart", "t5", "prefix_lm", "causal"])
 def test_what_bert_has_is_enough_for_all_but_blank_infilling(name):
-    made(name, BERT, BERT_LACKS)
+    rows = rows_of(made(name, BERT, BERT_LACKS), [[text(12)]] * 8)
+    assert (rows[:, WEIGHTS] != 0).any() and (rows[:, TOKENS] != NO_TOKEN).all()
