@@ -317,7 +317,7 @@ def test_padding_reports_every_objective(tmp_path, capsys):
 
 
 def test_optimizers_are_measured_against_adamw(tmp_path):
-    """Bytes are those of weights, moments and averages: 4 a number."""
+    """Weights, moments and averages have 4 bytes a number."""
     arguments = ["--layers", "1", "--hidden", "64", "--repeats", "1", "--json", tmp_path / "rows.json"]
     result = forked("benchmarks/optimizers.py", *arguments, cwd=tmp_path)
     assert result.returncode == 0, result.stderr

@@ -1,4 +1,4 @@
-"""The formulas of the dry run beside the trace of the step itself."""
+"""The formulas of the dry run against the trace of the step itself."""
 
 from __future__ import annotations
 

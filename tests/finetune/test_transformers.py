@@ -1,4 +1,4 @@
-"""Fifty steps of fine-tuning are those of the class of transformers under plain torch AdamW, on the same samples."""
+"""Fifty steps of fine-tuning equal the class of transformers under plain torch AdamW, on the same samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model whose blocks are one function of autograd each, beside the same in fp64 whose parts are torch's own.
+"""A model whose blocks are one function of autograd each, against the same in fp64 whose parts are torch's own.
 
 fp32 sums in another order: 1e-4 of an element, or 2e-6 of the largest one.
 """

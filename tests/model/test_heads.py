@@ -233,7 +233,7 @@ OF_BLOCKS = {"attention": "layers.0.attention.", "ffn": "layers.0.mlp.", "all": 
 
 @pytest.mark.parametrize("choice", OF_BLOCKS)
 def test_shared_layers_are_one_of_the_first_block_run_again(choice):
-    """Loss, gradients (the sum of all copies') and FLOPs are those of a plain model whose blocks hold copies."""
+    """Loss, gradients (the sum of all copies') and FLOPs equal a plain model's whose blocks hold copies."""
     shared, plain = make_model(share_layers=choice), make_model(seed=4)
     state = shared.state_dict()
     copies = {n.replace("layers.0.", "layers.1."): x for n, x in state.items() if OF_BLOCKS[choice] in n}

@@ -18,7 +18,7 @@ ALONE = (
     "optimus",
     "electra",
     "entities",
-    "capitalization",  # its corpus is another (tests/train/test_class_heads.py), as those of pairs
+    "capitalization",  # its corpus is another (tests/train/test_class_heads.py), as corpora of pairs are
     "discourse_relation",
     "relevance",
 )  # their models are not one Transformer; the samples of optimus are rows of whole documents

@@ -1,4 +1,4 @@
-"""z-loss beside the loss: apart in every layout, in what a run reports, and no part of an evaluation."""
+"""z-loss in addition to the loss: apart in every layout, in what a run reports, and no part of an evaluation."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def text(length, end=None):
 @pytest.mark.parametrize("name", WITH_SEP)
 @pytest.mark.parametrize("end", ["sep", "pad"])
 def test_a_row_of_bert_has_one_sep_after_the_text_and_no_padding_in_it(name, end):
-    """Documents of GLM's BERT end in [PAD], those of the published vocabulary in [SEP]."""
+    """Documents of GLM's BERT end in [PAD], documents of the published vocabulary in [SEP]."""
     special = BERT if end == "sep" else replace(SPECIAL, eos=SPECIAL.pad)
     objective = made(name, special)
     ended, open_end = text(12, special.eos), text(11)

@@ -92,7 +92,7 @@ _IN_PACKAGES = {
 
 @pytest.fixture(scope="module")
 def released(tmp_path_factory):
-    """Name -> its directory, as it was released; those of reactions with a tokenizer.json of their pattern."""
+    """Name -> its directory, as it was released; models of reactions with a tokenizer.json of their pattern."""
     root = tmp_path_factory.mktemp("released")
 
     def directory_of(name):
