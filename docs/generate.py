@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from support import house
+from support import code_structure
 
 from data_utils.common.settings_listed import describe
 from megatron_lite.config.coming_from import SOURCES
@@ -29,7 +29,7 @@ from megatron_lite.hf.files.left_out import BUFFERS, OTHER_CLASS_TENSORS
 from megatron_lite.hf.published.systems import PUBLISHED, SYSTEMS_BY_NAME
 from megatron_lite.runtime.run_state import MEANINGS
 
-ROOT = house.ROOT
+ROOT = code_structure.ROOT
 STATES = ("<!-- the table of states: written by docs/generate.py -->", "<!-- end of the table -->")
 SYSTEMS = ("<!-- the table of systems: written by docs/generate.py -->", STATES[1])
 ARGUMENTS = ("<!-- the tables of arguments: written by docs/generate.py -->", STATES[1])

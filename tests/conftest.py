@@ -11,7 +11,7 @@ from typing import Any
 
 import hypothesis
 import pytest
-from support import cpu_answers, gpus, package_index
+from support import cpu_features, gpus, package_index
 from support.project import small_corpus, small_run
 
 import data_utils.common.entry  # noqa: F401
@@ -33,7 +33,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with one directory of files for every kind of tokenizer."""
+    """A directory with the files of every kind of tokenizer, each in a directory."""
     from support.tokenizer_files import write_all
 
     root = tmp_path_factory.mktemp("tokenizers")
@@ -43,17 +43,17 @@ def tokenizer_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cpu(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The CPU that the program believes to run on: its name in `cpu_answers.CPUS`."""
+    """The CPU that the program believes to run on: its name in `cpu_features.CPUS`."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        cpu_answers.pretend(monkeypatch, request.param)
+        cpu_features.pretend(monkeypatch, request.param)
         yield request.param
-    cpu_answers.forget()
+    cpu_features.forget()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.definition.get_closest_marker("each_cpu"):
         metafunc.fixturenames.append("cpu")
-        metafunc.parametrize("cpu", cpu_answers.DIFFERENT, indirect=True)
+        metafunc.parametrize("cpu", cpu_features.DIFFERENT, indirect=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -354,10 +354,10 @@ def change(file: Path, tree: dict) -> None:
     file.write_text(yaml.safe_dump(merge(yaml.safe_load(file.read_text()), tree)))
 
 
-def run(command: list[str], scratch: Path, status: int = 0) -> str:
+def run(command: list[str], scratch: Path, status: int = 0, **variables: str) -> str:
     bin = os.path.dirname(sys.executable)
     environment = {**os.environ, "PATH": f"{bin}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    environment["HF_HOME"] = str(scratch / "cache")
+    environment |= {"HF_HOME": str(scratch / "cache"), **variables}
     done = subprocess.run(command, cwd=scratch, env=environment, capture_output=True, text=True)
     assert done.returncode == status, (command, done.stdout[-2000:], done.stderr[-3000:])
     return done.stdout
@@ -370,10 +370,12 @@ def run_page(page: Path, where: set[str], scratch: Path) -> None:
             preparations[page.name](scratch)
     lines = [line for line in commands(page) if row_of(page, line).where in where]
     assert lines
+    # Compiling takes longer than a few samples; slow commands train.
+    variables = {} if SLOW in where else {"NUMBA_DISABLE_JIT": "1"}
     for line in dict.fromkeys(lines):  # some stand twice on a page, for two purposes
         for written, smaller in SMALLER.items():
             line = line.replace(written, smaller)
-        printed = run(["bash", "-e", "-c", line], scratch, DIFFERENT.get(line.split()[0], 0))
+        printed = run(["bash", "-e", "-c", line], scratch, DIFFERENT.get(line.split()[0], 0), **variables)
         # An import prints the command that builds a corpus with the model's tokenizer; the next ones train on it.
         build = re.search(r"python scripts/preprocess_data\.py --input FILE .*", printed)
         if build and not (scratch / "data/corpus.bin").exists():

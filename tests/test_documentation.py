@@ -12,7 +12,7 @@ from pathlib import PurePath
 
 import pytest
 import yaml
-from support import house
+from support import code_structure
 from support.project import PAGES, ROOT
 
 from data_utils.common.settings import setting_names
@@ -32,7 +32,10 @@ ENVIRONMENT_READERS = {
 
 
 def sources():
-    return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in house.product_files()}
+    return {
+        str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+        for path in code_structure.product_files()
+    }
 
 
 @pytest.mark.parametrize("name", GENERATED)

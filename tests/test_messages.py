@@ -1,4 +1,4 @@
-"""The sentences that the product shows are those of tests/golden/messages.txt, which a reviewer reads as a diff."""
+"""The sentences that the product shows are in tests/golden/messages.txt, which a reviewer reads as a diff."""
 
 import difflib
 

@@ -43,7 +43,9 @@ def test_links_lead_to_pages_of_other_folders(site):
 
 
 def test_nothing_is_loaded_from_another_host(site):
-    for page in [*site.rglob("*.html"), *site.rglob("*.css")]:
+    pages = [*site.rglob("*.html"), *site.rglob("*.css")]
+    assert {page.suffix for page in pages} == {".html", ".css"}
+    for page in pages:
         text = page.read_text(encoding="utf-8")
         loaded = re.findall(r"<(?:script|img|link|iframe)\b[^>]*(?:src|href)=\"([^\"]*)\"", text)
         loaded += re.findall(r"url\(['\"]?([^)'\"]*)|@import ['\"]([^'\"]*)", text)

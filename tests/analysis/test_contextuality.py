@@ -1,4 +1,4 @@
-"""Measures of contextuality beside loops over pairs, and what the vectors of words are."""
+"""Measures of contextuality against loops over pairs, and what the vectors of words are."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The importance of heads beside differences of the loss, and what their removal is."""
+"""The importance of heads against differences of the loss, and what their removal is."""
 
 from dataclasses import replace
 

@@ -1,6 +1,7 @@
 """What each command says of every kind of path: what it is, and what to give instead."""
 
 import os
+import shutil
 import sys
 
 import pytest
@@ -30,25 +31,33 @@ def write_run(path, *steps, within="checkpoints"):
         save_checkpoint(path / within, step, StubEngine(), {"config": {}}, ALONE)
 
 
-@pytest.fixture
-def places(tmp_path):
-    write_run(tmp_path / "runs/base", 10, 20)
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Paths of every type, as the commands write them."""
+    root = tmp_path_factory.mktemp("places")
+    write_run(root / "runs/base", 10, 20)
     for number, name in enumerate(("tuned/seed_7", "three/seed_1", "three/seed_2", "three/seed_10"), 1):
-        write_run(tmp_path / name, number, 30)
-        save_checkpoint(tmp_path / name / "best", number, StubEngine(), {}, ALONE)
-    write_run(tmp_path / "both", 10)
-    write_run(tmp_path / "both/seed_3", 10)
+        write_run(root / name, number, 30)
+        save_checkpoint(root / name / "best", number, StubEngine(), {}, ALONE)
+    write_run(root / "both", 10)
+    write_run(root / "both/seed_3", 10)
     for file in ("export/config.json", "pair/generator/config.json", "latent/latent.json"):
-        (tmp_path / file).parent.mkdir(parents=True)
-        (tmp_path / file).write_text("{}")
-    (tmp_path / "reference").mkdir()
-    (tmp_path / "reference/mp_rank_00_model_states.pt").touch()
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter/adapter_config.json").touch()
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "file").write_text("a sentence\n")
-    (tmp_path / "damaged/step_00000009").mkdir(parents=True)
-    return tmp_path
+        (root / file).parent.mkdir(parents=True)
+        (root / file).write_text("{}")
+    (root / "reference").mkdir()
+    (root / "reference/mp_rank_00_model_states.pt").touch()
+    (root / "adapter").mkdir()
+    (root / "adapter/adapter_config.json").touch()
+    (root / "empty").mkdir()
+    (root / "file").write_text("a sentence\n")
+    (root / "damaged/step_00000009").mkdir(parents=True)
+    return root
+
+
+@pytest.fixture
+def places(written, tmp_path):
+    """A copy of them, which a test may change."""
+    return shutil.copytree(written, tmp_path, dirs_exist_ok=True)
 
 
 TYPES = {

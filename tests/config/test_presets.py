@@ -1,4 +1,4 @@
-"""Configurations by size, and those of the project by their names, from any directory."""
+"""Configurations by size, and the project's by their names, from any directory."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_deberta_is_two_stacks_of_its_sizes_with_words_each():
 
 @pytest.mark.parametrize("name", ["electra-base", "deberta-v3-base-rtd"])
 def test_the_dry_run_counts_both_stacks(name, capsys):
-    """Its FLOPs are those of the kind of model, the memory holds a common table once, times and launches are sums."""
+    """Its FLOPs are the model spec's, the memory holds a common table once, times and launches are sums."""
     config, gpu = published(name), gpu_named("h100")
     dry_run(config, 8, "h100")
     printed, count = capsys.readouterr().out, model_spec(config).count(config)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from support.electra import DETACHED, batch_of, electra_config
-from support.plugs import NO_DROPOUT
+from support.own_models import NO_DROPOUT
 from torch.func import functional_call
 
 from data_utils.common.batch_fields import DOC, TARGETS, TOKENS

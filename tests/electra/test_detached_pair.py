@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support import plugs
+from support import own_models
 from support.distributed import run_ranks
 from support.published import random_model
 from support.published_tokenizers import write_files
@@ -62,7 +62,7 @@ def test_the_pair_comes_back_with_the_words_of_the_sum(pair, tmp_path):
     words = {part: tensors(original, part) for part in ("generator", "discriminator")}
     own, others = words["discriminator"][OF_THEIRS], words["generator"][GENERATOR + OF_THEIRS]
     assert (own - others).abs().max() > 0.1
-    held = plugs.weights_of(run)
+    held = own_models.weights_of(run)
     assert torch.equal(held[f"encoder.{OF_OURS}"], own - others)
     exported = tensors(tmp_path / "export", "discriminator")[OF_THEIRS]
     assert torch.equal(exported, held[f"generator.{OF_OURS}"] + held[f"encoder.{OF_OURS}"])
@@ -75,14 +75,14 @@ def test_the_pair_comes_back_with_the_words_of_the_sum(pair, tmp_path):
     assert type(model).__name__ in (tmp_path / "export/README.md").read_text()
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert import_directory(tmp_path / "export", tmp_path / "again", TREE).agreement == 1.0
-    again = plugs.weights_of(tmp_path / "again")
+    again = own_models.weights_of(tmp_path / "again")
     assert all(torch.equal(again[name], held[name]) for name in held if name.startswith("replaced."))
 
 
 def test_rounded_words_are_the_rounded_sum(pair, tmp_path):
     _, run = pair
     assert export_run(run, tmp_path / "export", ExportOptions(dtype="bf16")).agreement == 1.0
-    held = plugs.weights_of(run)
+    held = own_models.weights_of(run)
     exported = tensors(tmp_path / "export", "discriminator")[OF_THEIRS]
     assert torch.equal(exported, (held[f"generator.{OF_OURS}"] + held[f"encoder.{OF_OURS}"]).bfloat16())
 
@@ -92,7 +92,7 @@ def test_words_of_one_table_alone_fail_the_proof(pair, tmp_path):
     export_run(run, tmp_path / "export", ExportOptions(verify=False))
     path = tmp_path / "export/discriminator/model.safetensors"
     state = load_file(path)
-    state[OF_THEIRS] = plugs.weights_of(run)[f"encoder.{OF_OURS}"]
+    state[OF_THEIRS] = own_models.weights_of(run)[f"encoder.{OF_OURS}"]
     save_file(state, path, {"format": "pt"})
     checkpoint = huggingface.read_checkpoint(run / "checkpoints/step_00000000")
     config = build(Config, load_yaml(run / "config.yaml"))
@@ -120,7 +120,7 @@ def test_the_discriminator_alone_begins_with_the_sum(pair, tmp_path):
     )
     check_beginning(config)
     ranks = run_ranks(begin, 2, config, parallel=ParallelConfig(**parallel))
-    held = plugs.weights_of(run)
+    held = own_models.weights_of(run)
     expected = held[f"generator.{OF_OURS}"] + held[f"encoder.{OF_OURS}"]
     found = torch.cat([weights[OF_OURS] for weights in ranks])
     assert torch.equal(found[: len(expected)], expected)

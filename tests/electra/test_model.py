@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.electra import batch_of, electra_config, ours_like, their_names, their_pair
-from support.plugs import NO_DROPOUT
+from support.own_models import NO_DROPOUT
 
 from data_utils.common.batch_fields import (
     DOC,

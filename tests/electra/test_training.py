@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import plugs
+from support import own_models
 from support.distributed import run_ranks
 from support.electra import CASES, TREE, electra_config, make_task_batch, rows_of
 from support.parity import outcomes_of
@@ -26,12 +26,12 @@ def test_every_layout_equals_one_process(case):
 
 def run_config(directory, **changes):
     training = {"eval_interval": 3, "eval_samples": 8, **changes.pop("training", {})}
-    return electra_config(training=training, **plugs.run_sections(directory), **changes)
+    return electra_config(training=training, **own_models.run_sections(directory), **changes)
 
 
 def fit(context, config):
-    plugs.train(
-        context, config, *(plugs.RandomSamples(rows_of, make_task_batch, first) for first in (0, 500))
+    own_models.train(
+        context, config, *(own_models.RandomSamples(rows_of, make_task_batch, first) for first in (0, 500))
     )
 
 
@@ -46,7 +46,7 @@ def test_a_resumed_run_is_the_unbroken_one(one, tmp_path):
     directory = tmp_path / "run"
     run_ranks(fit, 1, run_config(directory, training={"stop_after_step": 4}))
     run_ranks(fit, 1, run_config(directory))
-    plugs.check_same_run(one, directory)
+    own_models.check_same_run(one, directory)
 
 
 def test_two_ranks_report_what_one_does(one, tmp_path):
@@ -55,18 +55,20 @@ def test_two_ranks_report_what_one_does(one, tmp_path):
     config = run_config(directory, parallel=parallel)
     run_ranks(fit, 2, config, parallel=ParallelConfig(**parallel))
     for kind in ("train", "validation"):
-        for before, after in zip(plugs.records(one, kind), plugs.records(directory, kind), strict=True):
+        for before, after in zip(
+            own_models.records(one, kind), own_models.records(directory, kind), strict=True
+        ):
             for key in before.keys() & {"loss", "loss/masked", "loss/replaced", "replaced_accuracy"}:
                 assert after[key] == pytest.approx(before[key], rel=1e-5), key
-    for name, weight in plugs.weights_of(one).items():
-        assert (weight - plugs.weights_of(directory)[name]).abs().max() <= 2e-6, name
+    for name, weight in own_models.weights_of(one).items():
+        assert (weight - own_models.weights_of(directory)[name]).abs().max() <= 2e-6, name
 
 
 def test_what_is_reported(one):
-    for record in plugs.records(one, "train") + plugs.records(one, "validation"):
+    for record in own_models.records(one, "train") + own_models.records(one, "validation"):
         total = record["loss/masked"] + 50 * record["loss/replaced"]
         assert record["loss"] == pytest.approx(total, rel=1e-5)
-    last = plugs.records(one, "validation")[-1]
+    last = own_models.records(one, "validation")[-1]
     assert 0.5 < last["replaced_accuracy"] < 1 and 0 <= last["replaced_recall"] <= 1
     assert 0 <= last["generator_accuracy"] < 0.5
 
@@ -80,7 +82,7 @@ def begin(context, config):
 def test_a_run_begins_with_another_or_with_its_discriminator_alone(one, tmp_path):
     begins = {"checkpoint": {"initialize_from": str(one)}, "run": {"directory": str(tmp_path / "run")}}
     (weights,) = run_ranks(begin, 1, electra_config(**begins))
-    expected = plugs.weights_of(one)
+    expected = own_models.weights_of(one)
     assert weights.keys() == expected.keys()
     for name, weight in expected.items():
         assert torch.equal(weights[name][: len(weight)], weight), name
@@ -110,7 +112,7 @@ def test_a_run_begins_with_another_or_with_its_discriminator_alone(one, tmp_path
     ],
 )  # fmt: skip
 def test_what_it_cannot_be_is_refused_in_one_line(changes, parts):
-    plugs.check_refusal(lambda: electra_config(**changes), parts)
+    own_models.check_refusal(lambda: electra_config(**changes), parts)
 
 
 def test_one_divisor_for_both_losses_is_refused():

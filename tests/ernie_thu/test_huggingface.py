@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.commands import assert_refused, forked
+from support.entity_models import RandomVectors, batch_of
+from support.entity_reference import reference_losses
 from support.ernie_thu import ErnieThu
-from support.knowledge import RandomVectors, batch_of
-from support.knowledge_reference import reference_losses
-from support.plugs import weights_of
+from support.own_models import weights_of
 from support.tokenizer_files import bert_vocab
 
 from data_utils.common.errors import CheckpointError, ConfigError, UserError

@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from support.knowledge import RandomVectors, batch_of, entity_config
-from support.knowledge_reference import Reference, reference_losses
-from support.plugs import NO_DROPOUT
+from support.entity_models import RandomVectors, batch_of, entity_config
+from support.entity_reference import Reference, reference_losses
+from support.own_models import NO_DROPOUT
 from support.project import ROOT
 
 from data_utils.common.losses import ENTITIES, NEXT_SENTENCE_LOSS

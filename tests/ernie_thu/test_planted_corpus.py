@@ -14,7 +14,7 @@ import torch
 import yaml
 from support.commands import forked
 from support.distributed import run_ranks
-from support.plugs import weights_of
+from support.own_models import weights_of
 from support.training import fit, make_trainer
 
 from data_utils.build.config import BuildConfig

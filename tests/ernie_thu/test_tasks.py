@@ -7,9 +7,9 @@ import pytest
 import torch
 from support.commands import forked
 from support.distributed import run_ranks
-from support.knowledge_reference import Reference
+from support.entity_reference import Reference
 from support.mention_tasks import SIZE, WORDS, write_task
-from support.plugs import check_same_run, weights_of
+from support.own_models import check_same_run, weights_of
 from support.tasks import task_of
 
 from data_utils.common.batch_fields import BLOCK_POSITION_IDS, DOC, POSITION_IDS, SEGMENT_IDS, TOKENS

@@ -1,9 +1,9 @@
 """Training with entities: every layout against one process, restart, what is refused."""
 
 import pytest
-from support import plugs
+from support import own_models
 from support.distributed import run_ranks
-from support.knowledge import CASES, TREE, entity_config, make_task_batch, rows_of
+from support.entity_models import CASES, TREE, entity_config, make_task_batch, rows_of
 from support.parity import outcomes_of
 
 from data_utils.common.errors import ConfigError
@@ -20,12 +20,12 @@ def test_every_layout_equals_one_process(case):
 
 
 def run_config(directory, **training):
-    return entity_config(training=training, **plugs.run_sections(directory))
+    return entity_config(training=training, **own_models.run_sections(directory))
 
 
 def fit(context, config):
-    samples = plugs.RandomSamples(rows_of, make_task_batch)
-    plugs.train(context, config, samples, samples)
+    samples = own_models.RandomSamples(rows_of, make_task_batch)
+    own_models.train(context, config, samples, samples)
 
 
 def test_a_resumed_run_is_the_unbroken_one(tmp_path):
@@ -33,9 +33,9 @@ def test_a_resumed_run_is_the_unbroken_one(tmp_path):
     run_ranks(fit, 1, run_config(unbroken))
     run_ranks(fit, 1, run_config(resumed, stop_after_step=4))
     run_ranks(fit, 1, run_config(resumed))
-    plugs.check_same_run(unbroken, resumed)
-    assert not any("vectors" in name for name in plugs.weights_of(resumed))
-    for record in plugs.records(resumed):
+    own_models.check_same_run(unbroken, resumed)
+    assert not any("vectors" in name for name in own_models.weights_of(resumed))
+    for record in own_models.records(resumed):
         parts = [record[f"loss/{name}"] for name in ("masked", "next_sentence", "entities")]
         assert record["loss"] == pytest.approx(sum(parts), rel=1e-5)
 
@@ -61,7 +61,7 @@ def test_a_resumed_run_is_the_unbroken_one(tmp_path):
     ],
 )  # fmt: skip
 def test_what_it_cannot_be_is_refused_in_one_line(changes, parts):
-    plugs.check_refusal(lambda: entity_config(**changes), parts)
+    own_models.check_refusal(lambda: entity_config(**changes), parts)
 
 
 def test_one_divisor_for_all_losses_is_refused():

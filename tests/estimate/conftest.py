@@ -1,7 +1,7 @@
-"""Profiles of small cases, traced once for the tests of this room: few always, the others in slow tests."""
+"""Profiles of small cases, traced once for the tests of estimates: few always, the others in slow tests."""
 
 import pytest
-from support.traced import FEW, LAYOUTS, MORE, traced_profiles
+from support.step_profiles import FEW, LAYOUTS, MORE, traced_profiles
 
 
 @pytest.fixture(scope="session")

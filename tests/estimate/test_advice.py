@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from support.commands import assert_refused, forked
 from support.project import ROOT
-from support.traced import PAPER, config_of
+from support.step_profiles import PAPER, config_of
 
 from data_utils.common.errors import ConfigError
 from data_utils.common.settings import build

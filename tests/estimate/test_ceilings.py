@@ -7,7 +7,7 @@ gradients; waits, copies, copies that wait and unaligned matmuls of a micro-batc
 from __future__ import annotations
 
 import pytest
-from support.traced import FEW, TASKS
+from support.step_profiles import FEW, TASKS
 
 COLUMNS = (
     "attention",
@@ -96,4 +96,4 @@ def test_the_ceiling_finds_what_is_planted(profile_of, name):
     lines = grown(profile_of(name), CEILINGS["bert"])
     column = {"bert, an item()": "waits", "bert, an attention call": "attention"}[name]
     found = [line for line in lines if line.startswith(f"{column} ")]
-    assert len(found) == 1 and "tests/support/traced.py:" in found[0], lines
+    assert len(found) == 1 and "tests/support/step_profiles.py:" in found[0], lines

@@ -1,4 +1,4 @@
-"""The formulas of the dry run beside the trace of the step itself."""
+"""The formulas of the dry run against the trace of the step itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.project import ROOT
-from support.traced import BERT, CASES, FEW, LAYOUTS, PAPER, config_of
+from support.step_profiles import BERT, CASES, FEW, LAYOUTS, PAPER, config_of
 
 from data_utils.common.errors import ConfigError
 from megatron_lite.config.tree import load_config
@@ -64,9 +64,7 @@ def assert_near(name, traced):
     assert found.rank_parameters == traced.details.rank_parameters or "ZeRO 3" in name
 
 
-@pytest.mark.parametrize(
-    "name", ["data parallel", "tensor parallel", "sequence parallel", "pipeline", "bert"]
-)
+@pytest.mark.parametrize("name", ["data parallel", "tensor parallel", "pipeline", "bert"])
 def test_formulas_are_near_the_trace(profile_of, name):
     assert_near(name, profile_of(name))
 
@@ -77,7 +75,18 @@ OF_ATTENTION = ("without dropout, fa3", "local layers, fa3")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [*LAYOUTS, "t5", "unilmv2", "deberta", "xlnet", "modern", "local layers", "loss rows", *OF_ATTENTION],
+    [
+        *LAYOUTS,
+        "sequence parallel",
+        "t5",
+        "unilmv2",
+        "deberta",
+        "xlnet",
+        "modern",
+        "local layers",
+        "loss rows",
+        *OF_ATTENTION,
+    ],
 )
 def test_formulas_are_near_the_trace_in_every_layout(profile_of, name):
     assert_near(name, profile_of(name))
@@ -109,9 +118,7 @@ def assert_counts_of_a_block(name, traced):
     assert len(costs.attention_launches()) == expected.attention_calls_per_layer
 
 
-@pytest.mark.parametrize(
-    "name", ["data parallel", "tensor parallel", "sequence parallel", "pipeline", "bert"]
-)
+@pytest.mark.parametrize("name", ["data parallel", "tensor parallel", "pipeline", "bert"])
 def test_kernels_of_a_block_are_counted_exactly(profile_of, name):
     assert_counts_of_a_block(name, profile_of(name))
 
@@ -121,6 +128,7 @@ def test_kernels_of_a_block_are_counted_exactly(profile_of, name):
     "name",
     [
         *(name for name in LAYOUTS if "ZeRO 3" not in name),
+        "sequence parallel",
         "modern",
         "local layers",
         "llama",

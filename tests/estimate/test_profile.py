@@ -37,7 +37,7 @@ def test_extended_layers_match_a_whole_trace(profile_of):
 
 
 def test_gradients_travel_once_in_fp32_and_weights_once_in_bf16(profiles):
-    """Of pure data parallelism at ZeRO 1: 4 bytes of each gradient, 2 of each weight; beside them only norms."""
+    """Of pure data parallelism at ZeRO 1: 4 bytes of each gradient, 2 of each weight; else only norms."""
     found = profiles["data parallel"]
     assert found.expected.collective_mb["dp"] == pytest.approx(
         6 * found.details.rank_parameters / 1e6, rel=0.001

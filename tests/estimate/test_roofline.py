@@ -1,4 +1,4 @@
-"""The roofline beside what was counted by hand (docs/records/roofline.md), and its table of constants."""
+"""The roofline against counts by hand (docs/records/roofline.md), and its table of constants."""
 
 from __future__ import annotations
 

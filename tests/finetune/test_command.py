@@ -50,6 +50,7 @@ def test_a_published_directory_is_imported_tuned_and_measured(tmp_path):
     assert len(untuned.predictions) == 32 and 0 <= untuned.metrics["accuracy"] <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.launcher
 def test_the_launcher_gives_the_scores_of_one_process(tmp_path):
     model, task = write_task(tmp_path / "task", train=32)

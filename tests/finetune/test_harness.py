@@ -41,7 +41,7 @@ def runs(tmp_path_factory):
 
 
 def summed(rows, tokens):
-    """Of log probabilities [n, V] the sum of those of the tokens, and whether each is the likeliest."""
+    """The sum of the tokens' log probabilities, of [n, V], and whether each token is the likeliest."""
     log_p = torch.stack(rows).log_softmax(-1)
     total = sum(log_p[i, token].item() for i, token in enumerate(tokens))
     return total, log_p.argmax(-1).tolist() == list(tokens)

@@ -1,4 +1,4 @@
-"""SiATL's loss of a language model beside a task's: its value, its gradient, in layouts, resumed."""
+"""SiATL's loss of a language model added to a task's: its value, its gradient, in layouts, resumed."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""scripts/harness.py with the package lm_eval: its numbers are those of scripts/evaluate.py on the same files."""
+"""scripts/harness.py with the package lm_eval: its numbers equal scripts/evaluate.py's on the same files."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Minimal pairs: the scores of sentences are those of plain loops over transformers' classes."""
+"""Minimal pairs: the scores of sentences equal plain loops over transformers' classes."""
 
 import json
 import math

@@ -277,7 +277,7 @@ def said_by_finetune(context, files, output, *overrides):
 
 
 def test_scores_that_hardly_move_are_reported_with_the_likely_causes(tmp_path):
-    """A run that stands still is told once; one that learns is told nothing."""
+    """A run that does not learn gets one warning; one that learns gets none."""
     files = write_task(tmp_path / "task")
     still = ["optimizer.lr=1e-12", "finetune.epochs=3", "run.log_interval=1"]
     ((message,),) = run_ranks(said_by_finetune, 1, files, tmp_path / "still", *still)

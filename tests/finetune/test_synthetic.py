@@ -38,7 +38,7 @@ def learn(context, directory, name, settings, task):
 
 
 def write_files(directory, name, settings, task):
-    """The path of a YAML with all that learning a synthetic task needs, the vocabulary beside it."""
+    """The path of a YAML with all that learning a synthetic task needs; its directory holds the vocabulary."""
     directory.mkdir(exist_ok=True)
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *synthetic_vocabulary()]
     (directory / "vocab.txt").write_text("\n".join(words) + "\n")

@@ -1,4 +1,4 @@
-"""Fifty steps of fine-tuning are those of the class of transformers under plain torch AdamW, on the same samples."""
+"""Fifty steps of fine-tuning equal the class of transformers under plain torch AdamW, on the same samples."""
 
 from __future__ import annotations
 
@@ -177,7 +177,15 @@ def first_run(context, config, directory, overrides):
     return finetune(prepare(load_tree([str(config)], str(path), overrides)), directory / "out", context)
 
 
-@pytest.mark.parametrize("case", ["bert", "modernbert", "electra", "deberta-v2", "t5"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "bert",
+        "deberta-v2",
+        "t5",
+        *(pytest.param(case, marks=pytest.mark.slow) for case in ("modernbert", "electra")),
+    ],
+)
 def test_published_systems_are_tuned_as_their_own_classes(tmp_path, case):
     """Texts, with the pretrained layer before the classifier or a new one; T5 with label smoothing."""
     original, kind = tmp_path / "original", "seq2seq" if case == "t5" else "classification"

@@ -8,7 +8,7 @@ import torch
 from support.commands import assert_refused, forked
 from support.distributed import run_ranks
 from support.mention_tasks import RELATIONS, TYPES, write_task
-from support.plugs import weights_of
+from support.own_models import weights_of
 from support.tasks import task_of
 
 from data_utils.common.errors import ConfigError
@@ -31,7 +31,9 @@ def learn(context, files, output, *overrides):
     return of_file["mean"]
 
 
-@pytest.mark.parametrize(("name", "epochs"), [("typing", 4), ("relation", 7)])
+@pytest.mark.parametrize(
+    ("name", "epochs"), [("typing", 4), pytest.param("relation", 7, marks=pytest.mark.slow)]
+)
 def test_marked_mentions_reach_the_best_score(tmp_path, name, epochs, capfd):
     files = write_task(tmp_path / "task", name)
     (measured,) = run_ranks(learn, 1, files, tmp_path / "out", f"finetune.epochs={epochs}")

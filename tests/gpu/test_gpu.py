@@ -74,8 +74,8 @@ def test_training_matches_plain_torch_on_the_cpu(visible_gpus, layout):
 
 
 def test_the_check_of_training_works():
-    outcomes = gpu_checks.outcomes_of([GpuCase(zero_stage=1), GpuCase(zero_stage=3)])
-    assert len(outcomes) == 2
+    outcomes = gpu_checks.outcomes_of([GpuCase(zero_stage=3)])
+    assert len(outcomes) == 1
     assert gpu_checks.beyond(outcomes, gpu_checks.TOLERANCES) == []
     nothing = {"fp32": dict.fromkeys(gpu_checks.KINDS, 0.0)}
     assert "zero3-none-accumulation1: gradients differ" in " ".join(gpu_checks.beyond(outcomes, nothing))

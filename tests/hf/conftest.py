@@ -1,4 +1,4 @@
-"""One small run and its exports, shared by the tests of this room, which change copies only."""
+"""One small run and its exports for the tests of export and import, which change copies only."""
 
 import shutil
 

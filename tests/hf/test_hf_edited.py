@@ -186,7 +186,7 @@ def test_a_pipe_is_refused_and_not_waited_for(directory, name):
 
 @pytest.mark.parametrize("directory", ["gpt2"], indirect=True)
 def test_an_adapters_directory_is_refused(directory):
-    """Transformers would load the model that adapter_config.json names in place of the one beside it."""
+    """Transformers would load the model that adapter_config.json names in place of the directory's."""
     (directory / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/elsewhere"}))
     with pytest.raises(
         CheckpointError, match=r"has adapter_config\.json, of an adapter on another model; import"

@@ -38,11 +38,11 @@ from megatron_lite.inference.open_run import load_run
 LAYOUTS = [
     (1, layout()),
     (4, layout(tp=2, pp=2)),
-    (2, layout(pp=2)),
-    (4, layout(tp=4, sp=True)),
     (4, layout(tp=2, zero=3)),
 ]
 MORE_LAYOUTS = [
+    (2, layout(pp=2)),
+    (4, layout(tp=4, sp=True)),
     *((2, layout(zero=zero)) for zero in (1, 2, 3)),
     *((2 * tp, layout(tp=tp, zero=zero)) for tp in (2, 4) for zero in (1, 2, 3)),
     (4, layout(pp=4)),

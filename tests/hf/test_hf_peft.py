@@ -46,7 +46,7 @@ def test_lora_learns_generates_and_comes_back(tmp_path):
 
 
 def test_lora_with_the_head_of_a_task(tmp_path):
-    """`modules_to_save` trains the new head whole, and keeps it beside the adapters; merged, they are plain weights."""
+    """`modules_to_save` trains the new head whole, and keeps it with the adapters; merged, they are plain weights."""
     write_run(tmp_path / "run", tree(write_vocabulary(tmp_path)))
     export_run(tmp_path / "run", tmp_path / "export", ExportOptions(verify=False))
     torch.manual_seed(0)

@@ -34,7 +34,7 @@ PATHS = {"optimus.encoder_from", "optimus.decoder_from", "entities.vectors"}
 PLANS = {"schedule.parts", *(f"batch.ramp.{key}" for key in ("start", "by", "samples"))}
 # A model with muP is not exported.
 PLANS |= {f"{stack}.mup.base_{size}_size" for stack in ("model", "decoder") for size in ("hidden", "head")}
-# Nor one with heads of several tasks; heads of classes are those of the objectives that an import names.
+# Nor one with heads of several tasks; heads of classes belong to the objectives that an import names.
 PLANS |= {f"{stack}.{heads}_heads" for stack in ("model", "decoder") for heads in ("task", "class")}
 FREE_TEXT = {f"task.{key}" for key in ["name", "labels", "text_fields", "label_field", "template", "metrics"]}
 

@@ -81,7 +81,7 @@ def assert_no_secret(tmp_path, *done):
     ],
 )
 def test_what_is_a_name_and_what_a_path(text, expected, tmp_path, monkeypatch):
-    """What exists goes first, and what is missing beside it is a path too."""
+    """What exists goes first, and what is missing in an existing folder is a path too."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here/model").mkdir(parents=True)
     assert hub_name(text) == expected

@@ -71,23 +71,23 @@ def exported(tmp_path_factory):
     names = [str(path.relative_to(root)) for path in every_export.exports(root)]
     assert len(names) > 140
     found = answers(None, root, tmp_path_factory.mktemp("answers") / "here", names)
-    errors = [(name, told) for name, told in found["told"].items() if any("error" in key for key in told)]
+    errors = [(name, facts) for name, facts in found["facts"].items() if any("error" in key for key in facts)]
     assert errors == []
     return root, names, found
 
 
 def differences(name: str, here: dict, there: dict, version: str) -> list[str]:
     """What of an export is not the same. Imports keep their tokenizer files, which a version may read otherwise."""
-    told, other = here["told"][name], there["told"][name]
+    facts, other = here["facts"][name], there["facts"][name]
     found = [f"{key}: {value}" for key, value in other.items() if key.endswith("error")]
     if found:
         allowed = next((e for n, e in KNOWN.get(version, {}).items() if re.fullmatch(n, name)), None)
         return [] if allowed and all(re.search(allowed, error) for error in found) else found
     found += [
-        f"{key} {other[key]}" for key in ("loading", "filled", "trained") if told.get(key) != other.get(key)
+        f"{key} {other[key]}" for key in ("loading", "filled", "trained") if facts.get(key) != other.get(key)
     ]
     if not name.startswith(("came/", "heads/", "pairs/")):
-        tokens, others = told["tokens"], other["tokens"]
+        tokens, others = facts["tokens"], other["tokens"]
         for each in (tokens, others):
             each["special"].pop("unk", None)  # a class may name one where every text has tokens
         keys = ("encoded", "bare", "plain", "pair", "special", "padded", "again", "longest")

@@ -106,10 +106,9 @@ def test_their_tensors_come_back_bit_equal(both, tmp_path):
         if getattr(model.config, entry.ours) and entry.ours != "attention_dropout":  # which is off here
             before, after = (field_of(config, entry.theirs) for config in (read, described))
             assert before == after
-    named = dict(model.named_parameters())
+    named, shapes = dict(model.named_parameters()), to_ours(source.theirs, source.mappings).shapes
     ours = Weights(
-        {name: to_ours(source.theirs, source.mappings).shapes[name] for name in named},
-        lambda name: named[name].detach()[: to_ours(source.theirs, source.mappings).shapes[name][0]],
+        {name: shapes[name] for name in named}, lambda name: named[name].detach()[: shapes[name][0]]
     )
     kept = dict(skipped_rows(source.theirs, source.mappings))
     rows = Weights({name: tuple(x.shape) for name, x in kept.items()}, kept.__getitem__)

@@ -67,7 +67,7 @@ def strip(directory, *names):
 def write(case, directory, class_name=None, **changes):
     directory.mkdir()
     size = write_tokenizer(case.partition(",")[0], directory)
-    # Hidden states have fewer sums than logits to hide rounding in: weights are nearer to those of real models.
+    # Hidden states have fewer sums than logits to hide rounding in: weights are nearer to real models'.
     model = random_model(case, 0.1, class_name, vocab_size=size, **changes)
     model.save_pretrained(directory)
     return model

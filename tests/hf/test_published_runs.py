@@ -204,7 +204,7 @@ def test_unilm_begins_with_a_bert_of_six_segments(tmp_path):
 
 
 def test_spanbert_begins_with_a_bert(tmp_path):
-    """Its boundary head is new, is trained, and is written beside the class that transformers has."""
+    """Its boundary head is new, is trained, and is written to a file of its own, as transformers' class has none."""
     write_directory("bert, masked LM", tmp_path / "bert")
     tree = TREE | {"objectives": {"spanbert": 1}, "model": {"system": "spanbert"}}
     import_directory(tmp_path / "bert", tmp_path / "run", tree)

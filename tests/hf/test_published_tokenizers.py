@@ -142,7 +142,7 @@ def test_files_that_suffice_are_used_as_they_came(tmp_path):
 
 
 def test_options_decide_over_a_tokenizer_json(tmp_path):
-    """As in the classes: what tokenizer_config.json says of accents counts, whatever the file beside it holds."""
+    """As in the classes: what tokenizer_config.json says of accents counts, whatever the tokenizer's file holds."""
     write_files("albert", tmp_path / "albert")
     add_json(tmp_path / "albert")
     (tmp_path / "albert/tokenizer_config.json").write_text(json.dumps({"do_lower_case": False}))

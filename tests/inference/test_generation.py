@@ -114,13 +114,11 @@ def test_greedy_is_the_argmax_of_the_uncached_model(any_model):
 
 
 @torch.no_grad()
-def score(model, span, length_penalty, ended=True):
+def log_probability(model, span, ended):
+    """Of a span's tokens, and of its end."""
     log_p = uncached_logits(model, [1, 20, 3, 8], [(2, span)]).float().log_softmax(-1)
     total = sum(log_p[i, t].item() for i, t in enumerate(span))
-    if not ended:
-        return total / len(span) ** length_penalty
-    ends = max(log_p[len(span), 7].item(), log_p[len(span), 8].item())
-    return (total + ends) / (len(span) + 1) ** length_penalty
+    return total + max(log_p[len(span), 7].item(), log_p[len(span), 8].item()) if ended else total
 
 
 def test_beam_search_finds_the_best_of_all_short_spans(model):
@@ -128,11 +126,15 @@ def test_beam_search_finds_the_best_of_all_short_spans(model):
     tokens = list(range(11, 40))
     whole = [[], *([a] for a in tokens)]
     cut = [[a, b] for a in tokens for b in tokens]  # at the limit
+    probabilities = {
+        tuple(span): (log_probability(model, span, ended), len(span) + ended)
+        for ended, spans in ((True, whole), (False, cut))
+        for span in spans
+    }
     for penalty in (0.0, 1.0, 3.0):
         config = GenerationConfig(strategy="beam", num_beams=1000, max_length=2, length_penalty=penalty)
         (found,) = BlankFiller(model, SPECIAL, config).fill([1, 20, 3, 8])
-        scores = {tuple(span): score(model, span, penalty) for span in whole}
-        scores |= {tuple(span): score(model, span, penalty, ended=False) for span in cut}
+        scores = {span: total / length**penalty for span, (total, length) in probabilities.items()}
         assert scores[tuple(found)] == pytest.approx(max(scores.values()), abs=1e-4)
 
 

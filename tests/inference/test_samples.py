@@ -1,4 +1,4 @@
-"""Blanks that a run fills at evaluations: a model that fills all of them alike is told, once."""
+"""Blanks that a run fills at evaluations: a model that fills all of them alike is warned of, once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers of masked diffusion: what each step fixes, noise, guidance, ends; the source's loop beside ours."""
+"""Answers of masked diffusion: what each step fixes, noise, guidance, ends; the source's loop against ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Block lists against the exact mask; kernels that evaluate the rule, in Triton's interpreter, beside the reference."""
+"""Block lists against the exact mask; kernels of the rule, in Triton's interpreter, against the reference."""
 
 import copy
 from unittest import mock
@@ -201,7 +201,7 @@ def test_no_tokens():
 @pytest.mark.usefixtures("small_blocks", "emulated_kernel")
 @pytest.mark.parametrize("name", ["t5", pytest.param("unilmv2", marks=pytest.mark.slow)])
 def test_a_bias_by_distance_and_its_gradient(name):
-    """A model whose scores have T5's bias, beside the same in fp64 whose attention is written out on the CPU."""
+    """A model whose scores have T5's bias, against the same in fp64 whose attention is written out on the CPU."""
     config = ModelConfig(
         num_layers=1, decoder_layers=int(name == "t5"), hidden_size=32, num_attention_heads=2, vocab_size=3000,
         max_position=64, positions="none", relative="buckets", embedding_dropout=0.0, output_dropout=0.0,

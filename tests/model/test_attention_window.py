@@ -46,7 +46,7 @@ from megatron_lite.model.kernels import rule_attention, triton_attention
 EACH = pytest.mark.parametrize("recipe", [*RECIPES, "blank_infilling"])
 FIELDS = (DOC, ORD, GRP, POSITION_IDS)
 CUDA = torch.device("cuda")
-# Positions of these begin again, or are not those of the order: CUDA's kernel has no window for them.
+# Their positions begin again, or differ from the order: CUDA's kernel has no window for them.
 SEVERAL_STRETCHES = {"blank_infilling", "t5", "ul2", "bart", "mass", "unilmv2"} | {
     x for x in RECIPES if "xlnet" in x
 }

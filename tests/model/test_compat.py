@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from support.house import product_files
+from support.code_structure import product_files
 from support.project import ROOT
 
 from megatron_lite.model.kernels import compat

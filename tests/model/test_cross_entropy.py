@@ -165,7 +165,7 @@ def test_the_loss_of_some_rows_of_logits_at_a_time_equals_torch(options, smoothi
         given = loss_logits(heads, vectors, words, borders), vectors.new_zeros(0, 2), targets, words
         losses = prediction_losses(*given, LossTerms(smoothing, 40, z_loss) if smoothing else None)
         found = torch.autograd.grad((losses * weights).sum(), (vectors, *used))
-    torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)  # fp32 beside fp64
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)  # fp32 against fp64
     for ours, reference in zip(found, torch.autograd.grad((expected * weights).sum(), exact), strict=True):
         torch.testing.assert_close(ours[: len(reference)].double(), reference, rtol=1e-5, atol=1e-5)
     assert largest.elements == words.weight.numel()  # its gradient; that of 24 rows would be more

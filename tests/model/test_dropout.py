@@ -48,7 +48,7 @@ def test_compiled_loops_equal_the_formula_in_torch(p):
 def test_golden_values():
     """They must not change: a resumed run would no longer repeat the unbroken one."""
     assert token_keys(1234, np.array([0, 10**12]), 2).tolist() == GOLDEN_KEYS
-    assert salts(2)[-1].tolist()[:4] == GOLDEN_SALTS  # those of the first places
+    assert salts(2)[-1].tolist()[:4] == GOLDEN_SALTS  # of the first places
     kept = keep_features(KEYS[:2], SALTS[0, 2], 24, 0.5)
     assert ["".join(str(int(x)) for x in row) for row in kept] == GOLDEN_KEPT
 

@@ -1,4 +1,4 @@
-"""A model whose blocks are one function of autograd each, beside the same in fp64 whose parts are torch's own.
+"""A model whose blocks are one function of autograd each, against the same in fp64 whose parts are torch's own.
 
 fp32 sums in another order: 1e-4 of an element, or 2e-6 of the largest one.
 """
@@ -124,7 +124,13 @@ def counted(monkeypatch):
     return blocks
 
 
-@pytest.mark.parametrize("body", BODIES)
+# In the interpreter a body takes seconds: those that differ from others by one option are slow.
+SLOW = ("modern, one call", "norms of heads, two calls", "norms of heads and all biases", "shared keys")
+
+
+@pytest.mark.parametrize(
+    "body", [pytest.param(body, marks=[pytest.mark.slow] * (body in SLOW)) for body in BODIES]
+)
 def test_a_model_of_fused_blocks(emulated_kernel, counted, body):
     options, objective, dropout_seed, count = BODIES[body]
     model, batch = model_of(dataclasses.replace(CONFIG, **options)), batch_of(objective)

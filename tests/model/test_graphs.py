@@ -1,4 +1,4 @@
-"""A CUDA graph's needs: shapes, memory and numbers of the host that are those of every batch of a length."""
+"""A CUDA graph's needs: shapes, memory and numbers of the host that every batch of a length has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels of heads, through Triton's interpreter, beside the definitions in fp64, and beside the way on CPU.
+"""The kernels of heads, through Triton's interpreter, against the definitions in fp64, and against the code for CPUs.
 
 Tolerances are those of test_kernels.py.
 """

@@ -1,4 +1,4 @@
-"""GPU kernels on CPU tensors, through Triton's interpreter, beside torch's own operators in fp64 or fp32.
+"""GPU kernels on CPU tensors, through Triton's interpreter, against torch's own operators in fp64 or fp32.
 
 Tolerances: fp32 sums in another order, and the last bit of exp and erf: 2e-6 of the largest element. bf16 results are
 rounded once, 2^-8 relative; torch rounds between its operators as well.
@@ -357,7 +357,7 @@ def test_torch_computes_instead(monkeypatch):
 
 @pytest.mark.parametrize("p", [0.1, 0.7])
 def test_torch_drops_what_kernels_drop(p):
-    """The formula that a GPU computes with torch's operators, beside the compiled one of the CPU."""
+    """The formula that a GPU computes with torch's operators, against the compiled one of the CPU."""
     dropout = dropout_of(p)
     formula = is_kept(hash_features(dropout.keys, dropout.salt, WIDTH), p)
     assert torch.equal(formula, keep_features(dropout.keys, dropout.salt, WIDTH, p))

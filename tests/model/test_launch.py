@@ -1,4 +1,4 @@
-"""Our launches of compiled kernels, beside Triton's own: the function in C gets the same."""
+"""Our launches of compiled kernels against Triton's own: the function in C gets the same."""
 
 from __future__ import annotations
 

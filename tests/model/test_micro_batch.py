@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import electra, knowledge
+from support import electra, entity_models
 from support.recipes import RECIPES, collate, make, windows
 from support.task_batches import task_batch
 
@@ -110,7 +110,7 @@ BATCHES = {
     "classes": lambda: task_batch("classes", range(5)),
     "choices": lambda: task_batch("choices", range(5)),
     "entities of a task": lambda: EntityTaskBatch(task_batch("tags", range(5)), NoVectors(8)),
-    "entities": lambda: knowledge.batch_of(3),
+    "entities": lambda: entity_models.batch_of(3),
     "electra": lambda: electra.batch_of(3),
 }
 

@@ -69,7 +69,7 @@ def test_initial_scales():
 
 @pytest.mark.parametrize("init", ["gpt2", "t5"])
 def test_tables_may_begin_with_scales_of_their_own(init):
-    """Only those of words and of positions change, by the factor of their scales."""
+    """Only initial values of words and of positions change, by the factor of their scales."""
     config = dataclasses.replace(CONFIG, init=init)
     scaled = dataclasses.replace(config, init_words_std=0.5, init_positions_std=0.25)
     factors = {

@@ -1,4 +1,4 @@
-"""XLNet's scores by kernels that read a table of queries, in Triton's interpreter, beside the same written out in fp64.
+"""XLNet's scores by kernels with a table of queries, in Triton's interpreter, against the same written out in fp64.
 
 Tolerance: fp32 sums in another order, 3e-6 of the largest element; fp16 rounds to 11 bits.
 """

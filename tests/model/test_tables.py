@@ -1,4 +1,4 @@
-"""Attention with two tables of scores, in Triton's interpreter, beside the same written out in fp64.
+"""Attention with two tables of scores, in Triton's interpreter, against the same written out in fp64.
 
 Tolerance: fp32 sums in another order, 2e-6 of the largest element; fp16 rounds to 11 bits.
 """

@@ -79,7 +79,7 @@ def test_greedy_texts_are_the_likeliest_token_by_token(run):
 
 @torch.no_grad()
 def likeliest(run, z, tokens, banned):
-    """Of the whole text at once. Its rows with loss are those of BOS and of every token."""
+    """Of the whole text at once. BOS and every token have a row with loss."""
     batch = run._input([Sentence("", tokens, tokens)])
     latent = run.model.latent.condition(
         z[None], batch.extra_inputs.token_sentence, batch.extra_inputs.memory_slots

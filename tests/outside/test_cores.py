@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from support.house import product_files
+from support.code_structure import product_files
 from support.project import ROOT
 
 from megatron_lite.parallel.launch import Launch

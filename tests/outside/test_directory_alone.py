@@ -11,7 +11,7 @@ import sys
 
 import pytest
 from safetensors.torch import load_file, save_file
-from support.alone import CASES, TEXTS, Case, answers, logits_of_inputs, wordpiece, write_run
+from support.system_runs import CASES, TEXTS, Case, answers, logits_of_inputs, wordpiece, write_run
 
 from data_utils.common.errors import CheckpointError
 from megatron_lite.hf.export import ExportOptions, export_run

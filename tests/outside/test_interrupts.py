@@ -100,7 +100,7 @@ def test_an_interrupted_command_is_one_line(main, output):
 
 
 def test_a_command_in_the_background_of_a_script_ignores_ctrl_c():
-    """As the shell has told it to."""
+    """As the shell has set it."""
     code = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n" + COMMAND.format(
         "interrupt(); print('went on')"
     )

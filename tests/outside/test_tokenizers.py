@@ -1,4 +1,4 @@
-"""The ids of a run's texts are those of a process that has nothing but transformers and the directory."""
+"""The ids of a run's texts equal those in a process that has nothing but transformers and the directory."""
 
 import json
 import subprocess

@@ -69,7 +69,15 @@ def sums_along_axes(context):
     return sums
 
 
-@pytest.mark.parametrize("tp, pp", [(1, 1), (4, 1), (2, 1), (1, 2), (2, 2), (1, 4)])
+@pytest.mark.parametrize(
+    "tp, pp",
+    [
+        (4, 1),
+        (2, 2),
+        (1, 2),
+        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 1), (2, 1), (1, 4))),
+    ],
+)
 def test_groups_reach_their_members(tp, pp):
     parallel = ParallelConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp)
     for sums in run_ranks(sums_along_axes, 4, parallel=parallel):

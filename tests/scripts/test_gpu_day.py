@@ -154,7 +154,7 @@ def ranks_of(layout):
 
 
 def test_a_report_calibrates_the_file_of_constants(monkeypatch, tmp_path):
-    """Measured constants replace those of the GPU, with their source; others stay."""
+    """Measured constants replace the GPU's, with their source; others stay."""
     copy, report = tmp_path / "gpus.yaml", tmp_path / "report.json"
     copy.write_text(gpus.CONSTANTS.read_text())
     monkeypatch.setattr(gpu_day, "CONSTANTS", copy)

@@ -1,4 +1,4 @@
-"""What every script makes of a run of OPTIMUS: those that read runs work, those of one Transformer refuse in a line."""
+"""What every script makes of a run of OPTIMUS: scripts of runs work, scripts of one Transformer refuse in a line."""
 
 import json
 import sys

@@ -34,7 +34,7 @@ TOKENIZER = ["--tokenizer-kind", "bert_wordpiece", "--tokenizer-path", "vocab.tx
 
 
 def start(directory, *arguments, launcher=()):
-    """A new process, or those of a launcher."""
+    """A new process, or the processes of a launcher."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     command = [*launcher, sys.executable, str(SCRIPT), *TOKENIZER, *arguments]
     return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)

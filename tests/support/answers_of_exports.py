@@ -29,7 +29,7 @@ TEXTS = [
 ]  # fmt: skip
 
 
-class _Heard(logging.Handler):
+class _Warnings(logging.Handler):
     def __init__(self):
         super().__init__(logging.WARNING)
         self.messages = []
@@ -96,15 +96,15 @@ def _is_writer(model, described):
 
 
 def computed(directory, described, prefix):
-    """Logits, loss and generation. Returns: arrays, and what is told of the loading."""
+    """Logits, loss and generation. Returns: arrays, and what loading reports."""
     cls, options = class_of(described)
     model, loading = cls.from_pretrained(directory, output_loading_info=True, **options)
     model.eval()
-    told = {
+    facts = {
         kind: sorted(map(str, loading[kind]))
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
     }
-    told["dtype"] = str(model.dtype)
+    facts["dtype"] = str(model.dtype)
     inputs, is_glm = inputs_of(model), described["model_type"].startswith("glm-blank")
     found = tensors_of(model(**inputs), inputs, f"{prefix}/logits")
     if _is_writer(model, described) and not is_glm:
@@ -124,8 +124,8 @@ def computed(directory, described, prefix):
                 shutil.copyfile(file, Path(again) / file.name)
         more = cls.from_pretrained(again, **options).eval()
         answers = tensors_of(more(**inputs), inputs, f"{prefix}/logits")
-        told["comes back"] = all(np.array_equal(value, found[name]) for name, value in answers.items())
-    return found, told
+        facts["comes back"] = all(np.array_equal(value, found[name]) for name, value in answers.items())
+    return found, facts
 
 
 def filled(directory, texts):
@@ -213,12 +213,12 @@ def tokens_of(directory, described):
 
 @torch.no_grad()
 def main(root, output, names):
-    arrays, told = {}, {}
-    heard = _Heard()
+    arrays, facts = {}, {}
+    heard = _Warnings()
     transformers_logging.disable_progress_bar()
     transformers_logging.add_handler(heard)
     for name in names:
-        directory, record = root / name, told.setdefault(name, {})
+        directory, record = root / name, facts.setdefault(name, {})
         described = json.loads((directory / "config.json").read_text())
         for what in ("model", "tokens", "filled"):
             heard.messages.clear()
@@ -242,7 +242,7 @@ def main(root, output, names):
                     traceback.print_exc()
     np.savez(f"{output}.npz", **arrays)
     Path(f"{output}.json").write_text(
-        json.dumps({"version": transformers.__version__, "told": told}, default=str)
+        json.dumps({"version": transformers.__version__, "facts": facts}, default=str)
     )
 
 

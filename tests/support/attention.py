@@ -17,6 +17,7 @@ CPU = torch.device("cpu")
 
 
 def arrays_of(batch):
+    """doc, ord, grp of a batch."""
     return tuple(np.ascontiguousarray(batch[:, field]) for field in (DOC, ORD, GRP))
 
 

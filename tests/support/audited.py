@@ -1,4 +1,4 @@
-"""Differences that benchmarks/step_trace/audit.py finds in a layer of the 335M model with given settings, as JSON."""
+"""Prints as JSON which differences benchmarks/step_trace/audit.py finds in a layer of the 335M model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def main():
     from benchmarks.step_trace.audit import differences
     from benchmarks.step_trace.trace import Case
     from benchmarks.step_trace.worker import forked, load_libraries
-    from support.traced import PAPER, request_of
+    from support.step_profiles import PAPER, request_of
 
     load_libraries()
     tree = request_of(PAPER, 64, 1, sys.argv[1:], 1).tree

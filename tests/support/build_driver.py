@@ -1,4 +1,4 @@
-"""One corpus build as a process of its own, for tests: build_driver.py OPTIONS TOKENIZER [mpi]."""
+"""A program that builds a corpus, for tests that kill it: build_driver.py OPTIONS TOKENIZER [mpi]."""
 
 from __future__ import annotations
 

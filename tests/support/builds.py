@@ -1,4 +1,4 @@
-"""Builds of a corpus in this process and in processes of their own, which a test can find and kill."""
+"""Builds of a corpus in this process, and in new processes that a test can find and kill."""
 
 import json
 import os
@@ -9,9 +9,7 @@ from pathlib import Path
 
 from data_utils.build.config import BuildConfig
 from data_utils.build.corpus import build_corpus
-from support.byte_tokenizer import (
-    ByteTokenizer,
-)
+from support.byte_tokenizer import ByteTokenizer
 from support.project import ROOT
 from support.waiting import HANG_SECONDS
 
@@ -23,6 +21,7 @@ TIMEOUT = HANG_SECONDS
 
 
 def build(path, output, tokenizer=ByteTokenizer, **options):
+    """Build in this process. Args: options: of BuildConfig."""
     options = {"shard_bytes": 400, "split": SPLIT, **options}
     return build_corpus(BuildConfig(inputs=[str(path)], output=str(output), **options), tokenizer)
 
@@ -33,10 +32,12 @@ def outputs(directory):
 
 
 def files_only(directory):
+    """Name -> content."""
     return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
 
 
 def start(path, output, tokenizer="SlowTokenizer", workers=2, ranks=0, **options):
+    """A new process that builds. Args: tokenizer: a class of byte_tokenizer.py; ranks: of MPI, 0: without it."""
     config = {
         "inputs": [str(path)],
         "output": str(output),
@@ -71,6 +72,7 @@ def members(output):
 
 
 def state_of_process(path):
+    """The letter of /proc/PID/stat, such as Z for a zombie."""
     return (path / "stat").read_text().rpartition(")")[2].split()[0]
 
 

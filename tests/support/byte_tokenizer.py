@@ -1,4 +1,4 @@
-"""Stand-in tokenizers: one id for each UTF-8 byte, 256 for eos. A module of its own: workers import it."""
+"""Stand-in tokenizers: one id for each UTF-8 byte, 256 for eos. Worker processes import this module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A headless Chromium, spoken to through two pipes by the DevTools protocol. No port is opened."""
+"""A headless Chromium, driven through two pipes by the DevTools protocol. No port is opened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The entry points as a user starts them: in processes of their own, new ones or forks of this one."""
+"""The entry points as a user starts them, in new processes or in forks of this one."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def _environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a new process, in the project's directory. Args: variables: of the environment."""
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
@@ -35,6 +36,7 @@ def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
 
 
 def pretrain(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run pretrain_glm.py in a new process: for tests of what is imported, and when."""
     return python("pretrain_glm.py", *arguments, **variables)
 
 
@@ -72,7 +74,7 @@ class Forked:
 
 
 def _run(script: Path, arguments: list[str], cwd: Path, environment: dict[str, str]) -> NoReturn:
-    """This process, a fork, is `python script arguments` from here on. Nothing of pytest speaks or tidies up in it."""
+    """This process, a fork, is `python script arguments` from here on. Nothing of pytest prints or cleans up in it."""
     status: Any = 1
     try:
         atexit._clear()
@@ -97,6 +99,7 @@ def _run(script: Path, arguments: list[str], cwd: Path, environment: dict[str, s
 
 
 def assert_refused(result: subprocess.CompletedProcess[str], message: str) -> None:
+    """The command ended with status 2 and one line on stderr, which holds `message`."""
     said = [line for line in result.stdout.splitlines() if not line.endswith("; loading libraries")]
     assert result.returncode == 2 and said == []
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1

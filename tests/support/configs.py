@@ -9,10 +9,7 @@ from typing import Any
 import yaml
 
 from data_utils.common.settings import build, merge, parse_override
-from megatron_lite.config.tree import (
-    Config,
-    load_config,
-)
+from megatron_lite.config.tree import Config, load_config
 
 TINY = {
     "model": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 300},
@@ -21,6 +18,7 @@ TINY = {
 
 
 def tiny(*overrides: str) -> Config:
+    """The configuration of a model of 2 layers, 300 tokens and 100 steps."""
     tree: dict[str, Any] = TINY
     for override in overrides:
         tree = merge(tree, parse_override(override))

@@ -1,4 +1,4 @@
-"""Runs served to a browser by the demo page, and what scripts/generate.py prints for the same texts."""
+"""Small runs behind the server of the demo page, and what scripts/generate.py prints for the same texts."""
 
 import contextlib
 import json

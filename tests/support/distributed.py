@@ -135,7 +135,7 @@ def _collect(connections: list[Connection], deadline: float) -> list[Any]:
             try:
                 kind, value = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
-                raise AssertionError(f"rank {rank} died without a word") from None
+                raise AssertionError(f"rank {rank} died without a traceback") from None
             if kind == "error":
                 raise AssertionError(f"rank {rank} failed:\n{value}")
             results[rank] = value

@@ -5,8 +5,8 @@
     python tests/support/drawn_layouts.py --first 17 --count 1    # the draw of a failure
 
 A draw has a layout of up to four ranks, options of the model, one to three objectives with their text, and how it is
-trained. The rules of the configuration say what goes together: a refused draw is drawn again. What is compared, and
-with which tolerances, is that of parity.py, which has chosen cases; here nobody chose.
+trained. The rules of the configuration say what goes together: a refused draw is drawn again. It is compared as a case
+of parity.py, with the same tolerances; there the cases are chosen, here they are random.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from support.recipes import FIRST_TEXT_TOKEN, collate, vocabulary, windows
 
 DEGREES = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2)]  # tensor, pipeline, data
 SEQUENCE_LENGTH = 32
-FIRST_WORD = 200  # ids below are those of special tokens
+FIRST_WORD = 200  # lower ids are special tokens
 
 # What an option may be instead of its default.
 OPTIONS: dict[str, Sequence[Any]] = {

@@ -15,7 +15,7 @@ from megatron_lite.config.tree import Config
 from megatron_lite.model.build import build_model
 from megatron_lite.models.electra.batch import ElectraBatch
 from megatron_lite.models.electra.config import generator_of
-from support.plugs import PlugCase
+from support.own_models import OwnModelCase
 from support.recipes import collate, make, windows
 
 VOCAB, SEED = 131, 11
@@ -67,7 +67,7 @@ def make_task_batch(fields: np.ndarray, samples: np.ndarray) -> ElectraBatch:
 
 
 @dataclass(frozen=True)
-class ElectraCase(PlugCase):
+class ElectraCase(OwnModelCase):
     # Gradients of the tokens nearly cancel where the discriminator answers a half, so they follow the weights closely:
     # in fp64, weights moved by 5e-7 of their largest element move gradients by 1e-5. After two steps of Adam weights
     # have moved by more: a third step would compare that. With equal weights gradients differ by 1.2e-6.

@@ -1,7 +1,7 @@
 """ERNIE of Tsinghua in plain torch, from its published source: thunlp/ERNIE, knowledge_bert.modeling.
 
 Modules have the source's names, so that a state dict is one of its BertForPreTraining. The width of the entities and
-their heads, 100 and 4 there, are arguments. Its methods are those of `knowledge_reference.Reference`, for one Example.
+their heads, 100 and 4 there, are arguments. It has the methods of `entity_reference.Reference`, for one Example.
 """
 
 from __future__ import annotations

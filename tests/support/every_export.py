@@ -1,4 +1,4 @@
-"""A directory of every kind that an export writes, with small random weights and a tokenizer of its users' kind.
+"""An export of every type, with small random weights and a tokenizer as its users have it.
 
     came/      imports of each published system, exported again: config.json and tokenizer files of the import
     heads/     the same of classes with the head of a task

@@ -1,4 +1,4 @@
-"""What is computed on a rank's device, beside the same on the CPU. Ranks of both kinds of device run the functions."""
+"""What a rank's device computes, compared with the CPU. Ranks on GPUs and on CPUs run the same functions."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def dropout_faults(
 ) -> dict[str, tuple[float, float, bool]]:
     """By recipe: how far the backward pass of dropout is from its forward pass, the change by dropout, and repetition.
 
-    The output is linear in the values, so its product with a gradient is that of the values with theirs, if both passes
-    drop the same weights.
+    The output is linear in the values: its product with a gradient equals the product of the values with their
+    gradient, if both passes drop the same weights.
     """
     found = {}
     for name in recipes:

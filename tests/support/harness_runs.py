@@ -1,4 +1,4 @@
-"""Runs of every objective with weights as they begin, and a tokenizer of whole words, for tests of the harness."""
+"""Runs of every objective with initial weights and a tokenizer of whole words, for tests of the harness."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Directories of weights as others write them: released layouts, changed files, model-parallel shards."""
+"""Directories of weights as other programs write them: released layouts, changed files, model-parallel shards."""
 
 import argparse
 

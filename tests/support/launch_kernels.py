@@ -27,8 +27,8 @@ def main():
 
     asked, launched = [], []
     compile_only(asked, lambda *arguments: launched.append(arguments))
-    room = torch.zeros(64 * 64 + 1, dtype=torch.bfloat16)
-    rows, moved = room[:-1].view(64, 64), room[1:].view(64, 64)
+    buffer = torch.zeros(64 * 64 + 1, dtype=torch.bfloat16)
+    rows, moved = buffer[:-1].view(64, 64), buffer[1:].view(64, 64)
     bias, keys = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int32)
 
     def gelu(x, shift, kind="gelu_tanh"):
@@ -47,7 +47,7 @@ def main():
     def launch(kind):
         kept.append(kinds[kind]())  # else the next results would lie there
         *start, last = launched.pop()
-        hooks = 8, 9, 10  # what is told of launches: a profiler, which gets nothing here
+        hooks = 8, 9, 10  # which report launches to a profiler; here there is none
         start = ["" if i in hooks else plain(argument) for i, argument in enumerate(start)]
         print(json.dumps([kind, len(asked), start, plain(last)], default=str), flush=True)
 

@@ -1,6 +1,6 @@
 """Tasks about mentions whose best score is 1, and which only marks, or only entities, can solve.
 
-typing      a text has two names, one of them between marks; the types are those of that name
+typing      a text has two names, one of them between marks; the labels are the types of this one
 relation    a text has two names, the head and the tail; some heads have no relation, others one that the tail says
 entities    a text has one word, which has two meanings; the types follow from the entity that it is linked to
 """

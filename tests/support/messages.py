@@ -15,9 +15,9 @@ import ast
 import re
 from collections.abc import Iterator
 
-from support import house
+from support import code_structure
 
-LIST = house.ROOT / "tests/golden/messages.txt"
+LIST = code_structure.ROOT / "tests/golden/messages.txt"
 _WORDS = re.compile(r"[A-Za-z][A-Za-z'’-]+")
 _SETTINGS = ("setting", "fraction", "setting_mapping", "inline_sections")
 
@@ -25,10 +25,13 @@ _SETTINGS = ("setting", "fraction", "setting_mapping", "inline_sections")
 def listed() -> str:
     """The whole list: each file's path, then its sentences, indented, in the order of the source."""
     lines = []
-    for path in sorted(house.product_files()):
+    for path in sorted(code_structure.product_files()):
         found = sentences(path.read_text(encoding="utf-8"))
         if found:
-            lines += [path.relative_to(house.ROOT).as_posix(), *(f"    {sentence}" for sentence in found)]
+            lines += [
+                path.relative_to(code_structure.ROOT).as_posix(),
+                *(f"    {sentence}" for sentence in found),
+            ]
     return "\n".join(lines) + "\n"
 
 

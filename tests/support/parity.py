@@ -47,7 +47,7 @@ from megatron_lite.model.tensor_parallel import whole_shape
 from megatron_lite.parallel.context import ParallelContext
 from support.distributed import run_ranks
 from support.electra import CASES as GENERATOR_AND_DISCRIMINATOR
-from support.knowledge import CASES as ENTITIES
+from support.entity_models import CASES as ENTITIES
 from support.optimizers import Plain
 from support.parity_cases import (
     CLIP,

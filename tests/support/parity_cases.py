@@ -341,7 +341,7 @@ def with_optimizer(kind: str, case: Case) -> Case:
     return replace(case, optimizer=kind, variant="rms-norm" if kind == "adafactor" else case.variant)
 
 
-OPTIMIZERS = [  # beside AdamW: they read sums over whole tensors, and Muon sends matrices to one rank
+OPTIMIZERS = [  # other than AdamW: they read sums over whole tensors, and Muon sends matrices to one rank
     with_optimizer(kind, case)
     for kind in OTHERS
     for case in (
@@ -451,21 +451,20 @@ LOSS_ROWS = [  # logits in parts; with dropout and biases, tied and untied words
 
 FEW = [  # of each list above, in the default run
     DROPOUT[2],
-    *LOSS_ROWS[1:5],
+    *LOSS_ROWS[2:4],
     HALF[1],
     OFFLOAD[3],
     OPTIONS[0],
     POSITIONS[0],
-    POSITIONS[4],
     HEAD_NORMS[0],
     LOCAL[0],
-    *DISENTANGLED[:3],
-    *MODERN_GLM[:4],
+    *DISENTANGLED[:2],
+    *MODERN_GLM[:2],  # with rotary positions in halves
     MUP[0],
     PARTS[3],
     PARTS[6],
     PARTS[-3],
     SHARED_BY_STAGES[1],
     SHARED_BY_STAGES[3],
-    *LORA[:4],
+    *LORA[:3],
 ]

@@ -1,4 +1,4 @@
-"""A bug to plant, and the tests that are named by several."""
+"""What a planted bug is, and the tests that several of them name."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from data_utils.common.errors import ConfigError, run_command
 from support.plants import PLANTS, Plant
 from support.project import ROOT, copied_project
 
-LIMIT_SECONDS = 900.0  # for the tests of one bug; those with ranks have shorter limits of their own
+LIMIT_SECONDS = 900.0  # for the tests of one bug; tests with ranks have shorter limits
 _TREES = ("tests", "scripts", "configs", "benchmarks", "docs")
 _FILES = ("pyproject.toml", "README.md")
 _BROKEN = re.compile(r"^E\s+(NameError|ImportError|ModuleNotFoundError|SyntaxError|IndentationError)", re.M)

@@ -1,4 +1,4 @@
-"""Bugs of UL2, masked diffusion, fill in the middle, and of what stands beside tokens, as those of plants.py."""
+"""Planted bugs of UL2, masked diffusion, fill in the middle, and of annotations of tokens."""
 
 from __future__ import annotations
 

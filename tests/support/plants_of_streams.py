@@ -1,4 +1,4 @@
-"""Bugs in the stream of a corpus whose windows change their length (data_utils/loader/corpus_streams.py)."""
+"""Planted bugs in the stream of a corpus whose windows change their length (data_utils/loader/corpus_streams.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bugs of listed spans, formats of inputs and short samples, as those of plants.py."""
+"""Planted bugs of listed spans, formats of inputs and short samples."""
 
 from __future__ import annotations
 

@@ -70,8 +70,8 @@ def small_corpus(directory: Path) -> Path:
 
 
 def copied_project(directory: Path) -> Path:
-    """A copy of the program, with what is compiled already."""
-    for room in ("data_utils", "megatron_lite"):
-        shutil.copytree(ROOT / room, directory / room, ignore=shutil.ignore_patterns("*.tmp*"))
+    """A copy of the program, with what numba has compiled already."""
+    for package in ("data_utils", "megatron_lite"):
+        shutil.copytree(ROOT / package, directory / package, ignore=shutil.ignore_patterns("*.tmp*"))
     shutil.copy2(ROOT / "pretrain_glm.py", directory)
     return directory

@@ -1,4 +1,4 @@
-"""Directories of published systems with random weights, as transformers writes them."""
+"""Random models of published systems, and their directories as transformers writes them."""
 
 from __future__ import annotations
 

@@ -62,15 +62,15 @@ def windows(rows: int, sequence_length: int, seed: int) -> list[list[np.ndarray]
     rng = np.random.default_rng(seed)
     made = []
     for row in range(rows):
-        chunks, room, first = [], sequence_length, FIRST_TEXT_TOKEN
+        chunks, left, first = [], sequence_length, FIRST_TEXT_TOKEN
         while True:
             reserve = 0 if not chunks and row % 2 else DOCUMENT_OVERHEAD
-            if room - reserve < 1 or (chunks and rng.random() < 0.1):
+            if left - reserve < 1 or (chunks and rng.random() < 0.1):
                 break
-            length = int(rng.integers(1, room - reserve + 1))
+            length = int(rng.integers(1, left - reserve + 1))
             chunks.append(text_of(length, bool(rng.random() < 0.7), first))
             first += length
-            room -= length + reserve
+            left -= length + reserve
         made.append(chunks)
     return made
 

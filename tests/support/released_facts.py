@@ -27,7 +27,7 @@ class Released:
 
     Args:
         case: of `CASES`, with the sizes.
-        extra: (fields of config.json) -> tensors beside those of today's class.
+        extra: (fields of config.json) -> tensors that today's class does not have.
         left_out: names of those that an import leaves out and names; the others say what today's tensors say.
         absent: fields of config.json that they lack.
         fields: that they have.

@@ -2,7 +2,7 @@
 
 Everything lives in one temporary directory, listens on 127.0.0.1 and is stopped at the end. Both nodes are this host
 under another port, and their names are loopback addresses, so that what launchers derive from the list of nodes can be
-connected to. Needs root (slurmd starts jobs as their users, munge wants a user of its own).
+connected to. Needs root: slurmd starts jobs as their users, and munge runs as its user.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def missing_programs() -> list[str]:
 def reason_to_skip() -> str | None:
     """None if a cluster can be started here, after installing what is missing; else why not."""
     if os.geteuid() != 0:
-        return "a SLURM of one's own needs root: slurmd starts jobs as their users"
+        return "starting a SLURM needs root: slurmd starts jobs as their users"
     missing = missing_programs()
     if not missing:
         return None

@@ -1,4 +1,4 @@
-"""A small corpus with a file of each format that is read, and builds of it."""
+"""A small corpus with a file of each format that a build reads, and builds of it."""
 
 import bz2
 import gzip

@@ -1,4 +1,4 @@
-"""What tests of tasks share: small tokenizers, forms, settings, and how a document is shown."""
+"""Small tokenizers, input formats and settings of tasks, and a document as text, for tests of tasks."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ def open_data(tree):
 
 
 def make_trainer(context, tree):
+    """The trainer of a configuration on this rank, before its first step."""
     config, data = open_data(tree)
     engine = make_engine(config, context, len(data.loss_names))
     train = model_spec(config).samples(config, data.train, "train")
@@ -32,12 +33,14 @@ def make_trainer(context, tree):
 
 
 def fit(context, tree):
+    """Train to the end, as the function of `run_ranks`; the weights of this rank by name."""
     trainer = make_trainer(context, tree)
     trainer.fit()
     return {name: p.detach().clone() for name, p in trainer.engine.named_parameters.items()}
 
 
 def records(directory, kind="train"):
+    """Step -> losses and perplexity in metrics.jsonl."""
     lines = [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
     return {
         r["step"]: {k: v for k, v in r.items() if k.startswith("loss") or k == "perplexity"}

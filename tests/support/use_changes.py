@@ -110,7 +110,7 @@ def train(settings: dict) -> dict:
 
 
 def lion() -> dict:
-    """Two steps beside those of the paper, the memory of the dry run, and a setting that is not read."""
+    """Two steps and the same by the paper, the memory of the dry run, and a setting that is not read."""
     import torch
     from torch import nn
 
@@ -121,7 +121,7 @@ def lion() -> dict:
     from megatron_lite.estimate.gpus import GPUS
     from megatron_lite.estimate.step_estimate import estimate
     from support.optimizers import Ours
-    from support.traced import PAPER, config_of
+    from support.step_profiles import PAPER, config_of
 
     settings = {"kind": "lion", "beta2": 0.99, "weight_decay": 0.1}
     torch.manual_seed(0)

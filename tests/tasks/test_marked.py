@@ -93,7 +93,7 @@ def test_long_texts_keep_their_marks():
         tokens = shown(sample.documents[0], made).split()
         first = max(
             0, number + 3 - 10
-        )  # 10 tokens beside CLS and SEP; the marks end 3 tokens after the word's place
+        )  # 10 tokens without CLS and SEP; the marks end 3 tokens after the word's place
         with_marks = [*words[:number], "/", word, "/", *words[number + 1 :]]
         assert (
             tokens == ["[CLS]", *with_marks[first : first + 10], "[SEP]"]

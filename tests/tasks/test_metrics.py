@@ -6,6 +6,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import sacrebleu
+from rouge_score import rouge_scorer
+from scipy import stats
+from seqeval import metrics as seqeval
+from sklearn import metrics
 
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.tasks.metrics.metrics import KNOWN, entities, measure, require_metrics
@@ -30,7 +35,6 @@ def random_labels(rng, classes=None):
 @pytest.mark.filterwarnings("ignore")  # sklearn warns of classes that do not occur
 @FEW
 def test_scores_of_labels_match_sklearn(cases):
-    metrics = pytest.importorskip("sklearn.metrics")
     rng = np.random.default_rng(1)
     for _ in range(cases):
         p, r = random_labels(rng)
@@ -51,7 +55,6 @@ def test_scores_of_labels_match_sklearn(cases):
 @FEW
 def test_scores_without_a_class_and_of_label_sets_match_sklearn(cases):
     """Macro F1 is that of the published code: of the means of precision and recall over samples."""
-    metrics = pytest.importorskip("sklearn.metrics")
     rng = np.random.default_rng(4)
     for _ in range(cases):
         p, r = random_labels(rng, classes=4)
@@ -77,7 +80,6 @@ def test_scores_without_a_class_and_of_label_sets_match_sklearn(cases):
 @pytest.mark.filterwarnings("ignore")  # scipy warns of constant values
 @FEW
 def test_correlations_match_scipy(cases):
-    stats = pytest.importorskip("scipy.stats")
     rng = np.random.default_rng(2)
     for case in range(cases):
         size = int(rng.integers(2, 30))
@@ -112,7 +114,6 @@ TYPES = ("PER", "LOC", "MISC-X")
 
 def test_entity_f1_matches_seqeval():
     """Tags at random, so most sentences break the rules of BIO: I- after O, or after another type."""
-    seqeval = pytest.importorskip("seqeval.metrics")
     rng = np.random.default_rng(4)
     tags = ["O", *(f"{prefix}-{kind}" for prefix in "BI" for kind in TYPES)]
     for _ in range(CASES):
@@ -214,7 +215,6 @@ def random_texts(rng, count):
 
 @FEW
 def test_bleu_matches_sacrebleu(cases):
-    sacrebleu = pytest.importorskip("sacrebleu")
     rng = np.random.default_rng(6)
     options = {"bleu": {}, "bleu_char": {"tokenize": "char"}, "bleu_zh": {"tokenize": "zh"},
                "multi_bleu": {"tokenize": "none", "smooth_method": "none", "force": True}}  # fmt: skip
@@ -236,10 +236,9 @@ def test_bleu_matches_sacrebleu(cases):
 
 @FEW
 def test_rouge_matches_rouge_score(cases):
-    scorer = pytest.importorskip("rouge_score.rouge_scorer")
     rng = np.random.default_rng(7)
     names = ["rouge1", "rougeLsum", "rougeL", "rouge2"]
-    theirs = scorer.RougeScorer(names, use_stemmer=True)
+    theirs = rouge_scorer.RougeScorer(names, use_stemmer=True)
     predictions, references = (
         ["\n".join(random_texts(rng, int(rng.integers(1, 4)))) for _ in range(cases)] for _ in range(2)
     )
@@ -259,7 +258,6 @@ def test_sentences_are_lines():
 
 
 def test_texts_without_latin_letters_have_scores_of_characters():
-    pytest.importorskip("rouge_score")
     found = measure(["rouge1_char", "rouge2_char"], ["北京 天气"], ["北京天汽"])
     assert found == pytest.approx({"rouge1_char": 3 / 4, "rouge2_char": 2 / 3})
     with pytest.raises(DataError, match=r"reference 1, '北京', has no ASCII letters .* use rouge1_char\."):

@@ -30,7 +30,7 @@ def test_lambada(files):
 
 
 def test_wikitext(files):
-    """Each rule of the detokenizer; the words are those of the file, ends of lines counted."""
+    """Each rule of the detokenizer; the words are the file's, ends of lines counted."""
     text = (
         ' = A Game = \n \n It cost 1 @,@ 000 @.@ 5 , a well @-@ known ( small ) sum ; it \'s " good " . \n'
         " = = B = = \n the boys ' : [ x ] 5 \u00b0 C ! \n"

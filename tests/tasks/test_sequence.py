@@ -75,7 +75,7 @@ def test_the_layout_of_every_form(objective, tokens, predicted):
 
 
 def test_masks_in_an_answer():
-    """The source is never masked; the answer's ends are, and count; weights and divisor are those of the paper."""
+    """The source is never masked; the answer's ends are, and count; weights and divisor are the paper's."""
     made = made_of("masked_diffusion", target_length=6)
     special, size = made.inputs.special, len(made.prompt(PAIR, 0))
     words = made.inputs.tokenizer.encode(TARGET)

@@ -1,4 +1,4 @@
-"""Heads of classes beside the vocabulary: against separate heads, in layouts, after a restart, and what they learn."""
+"""Heads of classes with the vocabulary's: against separate heads, in layouts, after a restart, and what they learn."""
 
 import json
 import math
@@ -42,7 +42,7 @@ from megatron_lite.model.task_heads import SentenceHead
 from megatron_lite.model.transformer import GLM
 
 HEADS = ("sentence_reordering:9", "sentence_distance:3", "token_document:2", "capitalization:2")
-NAMES = tuple(head.partition(":")[0] for head in HEADS)  # those of pairs: tests/train/test_labelled_pairs.py
+NAMES = tuple(head.partition(":")[0] for head in HEADS)  # of pairs: tests/train/test_labelled_pairs.py
 assert set(NAMES) == CLASS_HEADS.keys() - {"discourse_relation", "relevance"}
 ERNIE_ROWS = [-1] * 8 + [0] + [-1] * 21 + [1, 1, 2, 2]
 TASKS = {
@@ -192,7 +192,7 @@ def test_words_that_are_not_known_are_reported():
 
 
 def test_the_vocabulary_has_no_part_in_the_flops_of_classes():
-    """Every ordinary token has one in token_document, whose rows would count as much as those of masked words."""
+    """Every ordinary token has one in token_document, whose rows would count as much as masked words."""
     batch = Batch(collate_windows(make("token_document", 60), windows(40, 60, 1)))
     predicted, of_words = batch.weights != 0, LOSS_NAMES.index("masked_parts")
     words = predicted & (batch.fields[:, OBJECTIVE] == of_words)

@@ -53,7 +53,9 @@ def test_each_end_has_its_status_in_each_precision(command, tmp_path, end, preci
     assert status != ExitStatus.UNSOUND or "gradients were not finite in 20 consecutive steps" in errors[0]
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    "precision", [pytest.param(p, marks=[pytest.mark.slow] * (p != "fp16")) for p in PRECISIONS]
+)
 @pytest.mark.parametrize("request_", ["signal", "STOP"])
 def test_a_stopped_run_has_its_status_in_each_precision(command, tmp_path, request_, precision):
     rank = Forked(*command, "training.steps=1000000", f"training.precision={precision}")
@@ -76,7 +78,12 @@ def diverge(context, tree):
 
 @pytest.mark.parametrize(
     "parallel",
-    [{"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 3}, {"tensor_parallel_size": 2}],
+    [
+        {"zero_stage": 1},
+        pytest.param({"zero_stage": 2}, marks=pytest.mark.slow),
+        {"zero_stage": 3},
+        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),
+    ],
     ids=lambda parallel: " ".join(f"{key}={value}" for key, value in parallel.items()),
 )
 def test_every_engine_ends_a_diverged_run_in_fp16_alike(settings, parallel):

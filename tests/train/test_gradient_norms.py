@@ -32,7 +32,12 @@ def norms_of_a_step(context, case):
 
 @pytest.mark.parametrize(
     "case",
-    [Case(2, 2, 1, 1, True), Case(1, 1, 2, 3), Case(2, 1, 2, 2, accumulation=4), Case(1, 2, 2)],
+    [
+        Case(2, 2, 1, 1, True),
+        Case(1, 1, 2, 3),
+        pytest.param(Case(2, 1, 2, 2, accumulation=4), marks=pytest.mark.slow),
+        pytest.param(Case(1, 2, 2), marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_every_layout_finds_the_norms_of_one_process(case):

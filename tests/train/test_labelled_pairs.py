@@ -211,7 +211,7 @@ def loss_after(steps, told, size):
     [(100, 8, 0.2, ("both", "none")), pytest.param(600, 16, 0.03, BEST, marks=pytest.mark.slow)],
 )
 def test_a_small_model_reaches_what_the_labels_leave_open_and_no_less(steps, size, near, cases):
-    """Both texts, the first alone, or neither are those of the label. 3 standard errors of 2880 labels are 0.04."""
+    """Both texts, the first alone, or neither belong to the label. 3 standard errors of 2880 labels are 0.04."""
     assert [round(best, 3) for best in BEST.values()] == [0.639, 0.885, 1.023]
     for told in cases:
         assert BEST[told] - 0.04 < loss_after(steps, told, size) < BEST[told] + near, told

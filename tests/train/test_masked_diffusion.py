@@ -1,4 +1,4 @@
-"""A loss that is divided by all tokens of its texts: by hand, beside losses divided by weights, and in evaluation."""
+"""A loss that is divided by all tokens of its texts: by hand, with losses divided by weights, and in evaluation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def row(weights, objective, length):
 
 @dataclass
 class Input:
-    """The numbers of an input that a step scales, beside the nats of its rows."""
+    """The numbers of an input that a step scales, and the nats of its rows."""
 
     weights: torch.Tensor
     of: np.ndarray  # the loss of each

@@ -18,7 +18,7 @@ ALONE = (
     "optimus",
     "electra",
     "entities",
-    "capitalization",  # its corpus is another (tests/train/test_class_heads.py), as those of pairs
+    "capitalization",  # its corpus is another (tests/train/test_class_heads.py), as corpora of pairs are
     "discourse_relation",
     "relevance",
 )  # their models are not one Transformer; the samples of optimus are rows of whole documents
@@ -104,7 +104,7 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", ["masked_diffusion", pytest.param("ul2", marks=pytest.mark.slow)])
 def test_a_run_of_drawn_ways_is_resumed_bit_for_bit(settings, tmp_path, name):
     """Which way a text is hidden follows from its sample's number."""
     changes = {"objectives": {name: 1.0}, "training": {"steps": 4}, "checkpoint": {"save_interval": 2}}

@@ -1,4 +1,4 @@
-"""The optimizers beside AdamW: each equals its reference, in every layout, and goes on from its checkpoints."""
+"""The optimizers other than AdamW: each equals its reference, in every layout, and continues from its checkpoints."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_a_skipped_step_changes_nothing(kind, before):
 
 @pytest.mark.parametrize("kind", ALL)
 def test_a_frozen_parameter_and_its_state_stay_as_they_are(kind):
-    """Others take the steps that they would take beside it."""
+    """Others take the steps that they would take with it."""
     settings = build(OptimizerConfig, {"kind": kind})
     frozen, other = "layers.0.mlp.weight", "layers.0.attention.query_key_value.weight"
     both, alone = Ours(problem(), settings), Ours(problem(), settings)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -72,13 +74,27 @@ def test_some_further_cases_equal_one_process(layout):
 
 
 def test_the_matrix_is_complete():
-    cases = parity_cases.matrix()
-    assert len(set(cases)) == len(cases) == 372
-    layouts = Counter((case.tensor, case.pipeline, case.data) for case in cases)
-    assert len(layouts) == 20 and all(t * p * d <= 8 for t, p, d in layouts)
-    assert (
-        layouts[1, 1, 8] == 3 * 3 * 2 and layouts[4, 1, 2] == 3 * 2 * 3 * 2 and layouts[2, 2, 2] == 2 * 3 * 2
+    """Each layout of up to eight ranks has every combination of the settings that it allows, once."""
+    found = Counter(
+        (
+            (case.tensor, case.pipeline, case.data),
+            *(case.zero_stage, case.sequence_parallel, case.recompute, case.accumulation),
+        )
+        for case in parity_cases.matrix()
     )
+    expected = {
+        combination
+        for sizes in itertools.product((1, 2, 4, 8), repeat=3)
+        if math.prod(sizes) <= 8
+        for combination in itertools.product(
+            [sizes],
+            (1, 2, 3) if sizes[1] == 1 else (1,),
+            (False, True) if sizes[0] > 1 else (False,),
+            ("none", "selective", "full"),
+            (1, 4),
+        )
+    }
+    assert found.keys() == expected and set(found.values()) == {1}
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,13 @@ def flip_one_bit(context, settings, name, rank):
         # ranks are pipeline x data x tensor: 4 processes
         (1, 1, 2, "layers.1.mlp.dense_h_to_4h.weight", 2, ["ranks [0, 1, 3] and ranks [2]"]),
         (2, 1, 1, "layers.0.input_layernorm.bias", 3, ["ranks [1] and ranks [3]", "ranks [2] and ranks [3]"]),
-        (2, 1, 1, "layers.0.attention.dense.weight", 1, ["ranks [1] and ranks [3]"]),
-        (1, 2, 1, "final_layernorm.weight", 3, ["ranks [2] and ranks [3]"]),
+        pytest.param(
+            *(2, 1, 1, "layers.0.attention.dense.weight", 1, ["ranks [1] and ranks [3]"]),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *(1, 2, 1, "final_layernorm.weight", 3, ["ranks [2] and ranks [3]"]), marks=pytest.mark.slow
+        ),
         (
             1,
             2,

@@ -120,7 +120,7 @@ def test_it_is_refused_before_the_corpora_are_opened_and_the_ranks_meet(corpus, 
     assert not (tmp_path / "run").exists()
 
 
-# What is told of a start
+# What a start logs
 
 
 def events_of(directory):

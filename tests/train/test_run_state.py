@@ -259,11 +259,12 @@ def test_rewind_does_what_the_table_says(prepared, monkeypatch, capsys):
     assert listing(run) == before
 
 
-@each_state
+RUNS = [case for case in CASES if case.is_run]
+
+
+@pytest.mark.parametrize("prepared", RUNS, indirect=True, ids=names)
 def test_list_and_the_report_say_so(prepared, monkeypatch, capsys):
     run, case = prepared
-    if not case.is_run:
-        return
     monkeypatch.setattr(sys, "argv", ["checkpoints.py", "list", str(run)])
     with as_nobody(case), pytest.raises(SystemExit) as ended:
         checkpoints.command()

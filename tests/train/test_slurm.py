@@ -114,7 +114,7 @@ class Job:
 
 @pytest.fixture
 def endless(settings: dict) -> dict:
-    """A run that only ends when it is told to."""
+    """A run that only ends on a signal."""
     return merge(settings, {"training": {"steps": 1_000_000}, "checkpoint": {"keep_last": 2}})
 
 
@@ -181,7 +181,7 @@ def test_a_killed_rank_ends_the_job_which_continues_from_its_last_checkpoint(
 
 @pytest.mark.slow
 def test_a_chain_of_tasks_continues_one_run_and_ends_with_it(cluster, settings, tmp_path):
-    """Three tasks, of which the first is told to stop; the second finishes, the third is not needed."""
+    """Three tasks, of which the first gets a signal; the second finishes, the third is not needed."""
     settings = merge(settings, {"training": {"steps": 1000}})
     job = Job(cluster, settings, tmp_path, 1, "--array=1-3%1", CHAIN="yes")
     job.wait_for_steps(5, "the first task trains")

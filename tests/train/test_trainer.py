@@ -342,7 +342,10 @@ def check_weights(results, checkpoint_path):
         assert seen.all()
 
 
-@pytest.mark.parametrize("place, step", [("", 4), ("checkpoints", 4), ("checkpoints/step_00000002", 2)])
+@pytest.mark.parametrize(
+    "place, step",
+    [pytest.param("", 4, marks=pytest.mark.slow), ("checkpoints", 4), ("checkpoints/step_00000002", 2)],
+)
 def test_a_run_begins_with_the_weights_of_another(settings, finished, place, step):
     other_layout = {"parallel": {"zero_stage": 2}, "batch": {"micro_batch_size": 1}}
     tree = merge(settings, {**other_layout, **from_checkpoint(finished / place)})

@@ -1,4 +1,4 @@
-"""z-loss beside the loss: apart in every layout, in what a run reports, and no part of an evaluation."""
+"""z-loss in addition to the loss: apart in every layout, in what a run reports, and no part of an evaluation."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def expected():
     "case",
     [
         WithZLoss(accumulation=2),
-        WithZLoss(tensor=2),
-        WithZLoss(pipeline=2, accumulation=2),
+        pytest.param(WithZLoss(tensor=2), marks=pytest.mark.slow),
+        pytest.param(WithZLoss(pipeline=2, accumulation=2), marks=pytest.mark.slow),
         WithZLoss(data=2, zero_stage=2),
         WithZLoss(tensor=2, pipeline=2, sequence_parallel=True),
     ],

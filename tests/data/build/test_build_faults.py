@@ -333,7 +333,7 @@ def test_a_document_beyond_the_memory_is_an_error_that_names_it(tmp_path, worker
 
 
 def limit_memory(more):
-    """Let this process have so many bytes of memory beyond what it has now."""
+    """Limit this process to a number of bytes beyond the memory that it has now."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + more
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -1,4 +1,4 @@
-"""Entities of texts: read from JSON lines, aligned with tokens, stored beside them, and checked wherever they go."""
+"""Entities of texts: read from JSON lines, aligned with tokens, stored with them, and checked wherever they go."""
 
 import json
 import os

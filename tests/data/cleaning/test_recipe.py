@@ -16,7 +16,7 @@ from datatrove.pipeline.filters import (
 from datatrove.pipeline.filters.gopher_quality_filter import STOP_WORDS
 from hypothesis import given
 from hypothesis import strategies as st
-from support import house
+from support import code_structure
 from support.project import ROOT
 
 from data_utils.cleaning.counts import CountFile
@@ -192,8 +192,8 @@ def test_a_key_without_a_value_has_the_defaults(tmp_path):
 def test_datatrove_is_imported_by_cleaning_alone():
     """It is optional, so no other command may need it."""
     importing = {
-        house.module_name(path)
-        for path in house.product_files()
+        code_structure.module_name(path)
+        for path in code_structure.product_files()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if any(name.split(".")[0] == "datatrove" for name in imported(node))
     }

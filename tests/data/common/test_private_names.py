@@ -8,8 +8,8 @@ import re
 import pytest
 import torch
 import yaml
+from support.code_structure import product_files
 from support.commands import forked
-from support.house import product_files
 from support.project import ROOT
 
 from data_utils.common.errors import ConfigError

@@ -52,8 +52,15 @@ def as_files(directory, stem):
     return {path.name: path.read_bytes() for path in directory.glob(f"{stem}*")}
 
 
-@pytest.mark.parametrize("change", [record_and_kill, fill_disk])
-@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(
+    ("overwrite", "change"),
+    [
+        (False, record_and_kill),
+        (True, fill_disk),
+        pytest.param(False, fill_disk, marks=pytest.mark.slow),
+        pytest.param(True, record_and_kill, marks=pytest.mark.slow),
+    ],
+)
 def test_a_merge_that_is_killed_or_finds_the_disk_full_is_done_by_the_same_command(
     tmp_path, change, overwrite
 ):

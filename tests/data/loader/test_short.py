@@ -82,7 +82,7 @@ def test_loaders_shorten_the_samples_of_every_objective(settings, name):
 
 
 def test_phases_may_shorten_and_a_restart_goes_on(settings):
-    """Shortening holds in every phase; the samples after its first are those of one phase."""
+    """Shortening holds in every phase; the samples after its first equal one phase's."""
     more = {"data": {"short_prob": 0.5}}
     one = loader_of(settings, **more)
     two = loader_of(settings, **more, phases=[{"steps": 1}, {"steps": 5, "loss_weights": {"token": 1.0}}],

@@ -23,7 +23,7 @@ def small_blocks(monkeypatch, smallest, largest):
 
 
 def text_end(start, stop):
-    """As if every 7th to 9th position were one that a document costs beside its tokens."""
+    """As if every 7th to 9th position were overhead of a document."""
     while stop > start and stop % 10 in (8, 9, 0):
         stop -= 1
     return stop
@@ -56,7 +56,7 @@ def check(axis, samples):
         assert seen.max() <= 1, "a position twice in an epoch"
         if epoch < last:
             unseen = np.flatnonzero(seen == 0)
-            # Only what a document costs beside its tokens may end a leftover unread.
+            # Only a document's overhead may end a leftover unread.
             assert all(text_end(place, place + 1) == place for place in unseen), "a hole in an epoch"
 
 
@@ -90,7 +90,7 @@ def test_random_changes_of_length_read_every_position_once(monkeypatch):
 
 
 def test_epochs_after_random_plans_match_the_samples(monkeypatch):
-    """Exactly, but for what a document costs beside its tokens at the end of a leftover, and leads of regions."""
+    """Exactly, but for a document's overhead at the end of a leftover, and leads of regions."""
     draw = random.Random(11)
     for _ in range(300):
         smallest = draw.choice((1, 3, 8, 32))

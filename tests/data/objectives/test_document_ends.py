@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.recipes import FIRST_TEXT_TOKEN, SPECIAL, vocabulary
 
+from data_utils.common.batch_fields import TOKENS, WEIGHTS
 from data_utils.common.errors import ConfigError
 from data_utils.loader.loader import collate
 from data_utils.objectives import OBJECTIVES, make_one
@@ -44,7 +45,7 @@ def text(length, end=None):
 @pytest.mark.parametrize("name", WITH_SEP)
 @pytest.mark.parametrize("end", ["sep", "pad"])
 def test_a_row_of_bert_has_one_sep_after_the_text_and_no_padding_in_it(name, end):
-    """Documents of GLM's BERT end in [PAD], those of the published vocabulary in [SEP]."""
+    """Documents of GLM's BERT end in [PAD], documents of the published vocabulary in [SEP]."""
     special = BERT if end == "sep" else replace(SPECIAL, eos=SPECIAL.pad)
     objective = made(name, special)
     ended, open_end = text(12, special.eos), text(11)
@@ -140,4 +141,5 @@ def test_random_tokens_are_tokens():
 
 @pytest.mark.parametrize("name", [*WITH_SEP, "bart", "t5", "prefix_lm", "causal"])
 def test_what_bert_has_is_enough_for_all_but_blank_infilling(name):
-    made(name, BERT, BERT_LACKS)
+    rows = rows_of(made(name, BERT, BERT_LACKS), [[text(12)]] * 8)
+    assert (rows[:, WEIGHTS] != 0).any() and (rows[:, TOKENS] != NO_TOKEN).all()

@@ -182,6 +182,6 @@ def test_a_vocabulary_whose_eos_is_sep_has_one_between_documents():
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_robertas_configuration_takes_each_format(name):
-    """The rows are those of 512 positions, but for pairs of sentences, which have more special tokens."""
+    """Rows have 512 positions, but for pairs of sentences, which have more special tokens."""
     config = load_config([ROOT / "configs/roberta-large.yaml"], [f"masked_lm.input={name}"])
     assert config.row_length == (608 if name == "sentences" else 512)

@@ -155,7 +155,7 @@ def test_spanbert_replaces_a_span_as_one():
 
 @pytest.mark.parametrize("name, option", [("spanbert", "spans"), ("ernie", "segmenter")])
 def test_spans_that_a_window_cuts_and_texts_without_spans_go_by_words(name, option):
-    """Rows are those of `words`; without spans the draws of SpanBERT differ, since a listed one is asked for first."""
+    """Rows equal `words`; without spans the draws of SpanBERT differ, since a listed one is asked for first."""
     text = text_of(50, False)
     (alone,) = filled(make(name, 80, **{option: "words"}), [text], [[]])
     cut = np.stack([text, np.full(50, -1, np.int32)])
@@ -164,7 +164,7 @@ def test_spans_that_a_window_cuts_and_texts_without_spans_go_by_words(name, opti
     chosen = {option: "listed", **({"span_prob": 0.0} if name == "spanbert" else {})}
     row = collate(make(name, 80, **chosen), cut, one * 50, one, one * 0)
     assert np.array_equal(Example.from_fields(row[0]).documents()[0].tokens, alone[0].tokens)
-    example = make(name, 80, **chosen).example(text, 0)  # no corpus beside it
+    example = make(name, 80, **chosen).example(text, 0)  # without a corpus
     assert np.array_equal(example.tokens, alone[0].tokens)
 
 

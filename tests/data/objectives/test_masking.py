@@ -84,7 +84,7 @@ def test_lengths_have_the_distribution_of_the_paper(name):
 
 
 def test_barts_lengths_are_poissons_without_zero():
-    """Spans of length 0 are drawn beside them. Exact: the tail has too few samples for a chi-square."""
+    """Spans of length 0 are drawn too. Exact: the tail has too few samples for a chi-square."""
     expected = np.array([3.0**k / math.factorial(k) for k in range(1, 40)])
     np.testing.assert_allclose(BartConfig().length_weights, expected / expected.sum(), rtol=1e-12)
 

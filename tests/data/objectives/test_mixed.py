@@ -1,4 +1,4 @@
-"""Several objectives in one run: shares, starts, rows equal to those of the objective alone, the registry."""
+"""Several objectives in one run: shares, starts, rows equal to the objective's alone, the registry."""
 
 from __future__ import annotations
 

@@ -324,7 +324,7 @@ def test_every_choice_and_order_of_xlnet(length, per_target, two_texts, cases):
 
 
 def test_xlnet_predicts_a_sixth_in_random_order():
-    """Among the ranks are those of SEP and CLS, whose places are as random as the targets'."""
+    """SEP and CLS have ranks, and their positions are as random as the targets'."""
     made = make("xlnet", 512)
     example = made.example(text_of(509, False), 0)
     assert (example.ord < 0).sum() == 84

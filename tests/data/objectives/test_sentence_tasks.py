@@ -1,4 +1,4 @@
-"""Classes of sentences and tokens beside masked text: labels by brute force, and how often each is drawn."""
+"""Classes of sentences and tokens in masked text: labels by brute force, and how often each is drawn."""
 
 import itertools
 import math

@@ -19,7 +19,7 @@ from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig, load_tok
 from data_utils.tokenizers.vocabulary import Vocabulary, vocabulary_of
 
 FAMILIES = word_families.families()
-# Each with the settings that make it mask words; those that read labels beside the text fill rows as these do.
+# Each with the settings that make it mask words; objectives that read labels of tokens fill rows as these do.
 OBJECTIVES_OF_WORDS = {
     "masked_lm": {"whole_words": True},
     "spanbert": {},

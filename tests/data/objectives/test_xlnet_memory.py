@@ -54,7 +54,7 @@ def test_a_golden_row():
 def test_the_rest_is_the_row_that_it_is_without_a_memory(
     length, memory, per_target, orders, two_texts, sample
 ):
-    """So the statistics of targets, orders and texts are those of that row."""
+    """So targets, orders and texts have the statistics of that row."""
     text = text_of(length, bool(sample % 2))
     options = {"tokens_per_target": per_target, "orders": orders, "two_texts": two_texts}
     actual = make("xlnet", 60, memory_length=memory, **options).example(text, sample)

@@ -92,7 +92,7 @@ def test_a_split_is_named(tmp_path):
 
 
 def test_a_corpus_of_a_saved_data_set(corpus, tmp_path):
-    """Its tokens are those of the same texts in JSON lines."""
+    """Its tokens equal the same texts' in JSON lines."""
     from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
 
     texts = [json.loads(line)["text"] for line in (corpus / "text.jsonl").read_text().splitlines()]

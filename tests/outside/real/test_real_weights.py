@@ -92,7 +92,7 @@ _IN_PACKAGES = {
 
 @pytest.fixture(scope="module")
 def released(tmp_path_factory):
-    """Name -> its directory, as it was released; those of reactions with a tokenizer.json of their pattern."""
+    """Name -> its directory, as it was released; models of reactions with a tokenizer.json of their pattern."""
     root = tmp_path_factory.mktemp("released")
 
     def directory_of(name):
@@ -149,11 +149,11 @@ def model_of(name, directory, **options):
     return cls.from_pretrained(directory, dtype=torch.float32, local_files_only=True, **options).eval()
 
 
-# 135 M parameters: the import's own proof and the first steps compare it in the default run.
+# 135 M parameters take minutes; test_published.py and test_published_training.py have small models of each class.
 LARGE = pytest.param("llama", marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("name", RELEASED)
+@pytest.mark.parametrize("name", [LARGE if name == "llama" else name for name in RELEASED])
 def test_a_released_directory_comes_in_without_an_option(name, imported):
     run = load_yaml(imported(name) / "config.yaml")
     assert run["data"]["sequence_length"] > 0 and (imported(name) / "checkpoints").is_dir()
@@ -182,7 +182,7 @@ def test_logits_of_real_sentences_match_the_class(name, imported, released):
         assert float((actual[..., : expected.shape[-1]] - expected).abs().max() / scale) < LOGITS
 
 
-@pytest.mark.parametrize("name", ["albert", "bert", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["albert", "bert", LARGE])
 def test_the_first_steps_on_real_text_match_the_class(name, imported, released, tmp_path):
     """Each loss of continued training, from the imported weights, in fp32 without dropout."""
     run = imported(name)
@@ -238,6 +238,7 @@ def test_an_export_has_every_tensor_bit_for_bit(name, imported, released, tmp_pa
         assert again.config.num_labels == RELEASED[name].classes
 
 
+@pytest.mark.slow
 def test_a_real_encoder_is_tuned_on_real_sentences_as_its_class(imported, released, tmp_path):
     """Film reviews, above or below 0: each loss of a plain torch loop at equal settings, then sentences never seen."""
     rated = [(rating, text) for rating, text in real_packages.film_sentences() if abs(rating) > 1]

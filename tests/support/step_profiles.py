@@ -1,4 +1,6 @@
-"""Profiles for the tests, traced in one process: `python tests/support/traced.py NAME ...` writes a line of JSON each.
+"""Profiles of training steps, traced on fake devices in one process.
+
+    python tests/support/step_profiles.py NAME ...     # writes a line of JSON for each case
 
 A plant is a mistake that is made in the product before the step is traced, or a task whose samples are learnt.
 """
@@ -45,13 +47,13 @@ TWO = ("parallel.pipeline_parallel_size=2", "parallel.zero_stage=1")
 FEW = {
     "data parallel": (PAPER, 64, 1, (), None, 1),
     "tensor parallel": (PAPER, 2, 1, (TP,), None, 1),
-    "sequence parallel": (PAPER, 2, 1, (TP, "parallel.sequence_parallel=true"), None, 1),
     "pipeline": (PAPER, 2, 1, (PP,), None, 1),
     "bert": (BERT, 64, 2, WHOLE, None, 1),
     "task, choices": (PAPER, 64, 1, (TASK,), "choices", 1),
     "bert, an item()": (BERT, 64, 1, (), "wait", 1),
 }
 MORE = {
+    "sequence parallel": (PAPER, 2, 1, SP, None, 1),
     "unilmv2": (UNILMV2, 64, 1, ("model.relative=none",), None, 1),
     "t5": (T5, 64, 1, ADAMW, None, 1),
     "local layers": (WINDOWED, 1, 1, SHORT_ROWS, None, 1),
@@ -81,9 +83,9 @@ MORE = {
     "bert of 5 layers, extended": (BERT, 64, 2, (SHORT,), None, 2),
     "bert of 5 layers, all traced": (BERT, 64, 2, (SHORT,), None, 0),
 }
-# What formulas are compared with, beside the cases above. Where a bucket holds one matrix the peak moves from one to
-# the next, which two layers extended to all do not show: such a model has two layers, both traced. So it is where only
-# a deep model's weights are gathered again, at ZeRO 3.
+# Further cases that formulas are compared with. Where a bucket holds one matrix the peak moves from one to the next,
+# which two layers extended to all do not show: such a model has two layers, both traced. The same holds where only a
+# deep model's weights are gathered again, at ZeRO 3.
 LAYOUTS = {
     "335M, ZeRO 1": (PAPER, 64, 2, (), None, 1),
     "335M, ZeRO 2": (PAPER, 8, 2, ("parallel.zero_stage=2",), None, 1),
@@ -178,7 +180,7 @@ def main():
 
 
 def traced_profiles(names):
-    """name -> Profile, of these cases."""
+    """Name -> Profile, of these cases."""
     from benchmarks.step_trace.request import read_answer
 
     environment = {**os.environ, "DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

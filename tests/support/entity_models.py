@@ -12,8 +12,8 @@ from data_utils.common.settings import build, merge
 from data_utils.loader.loader import collate
 from megatron_lite.config.tree import Config
 from megatron_lite.models.ernie_thu.batch import EntityBatch, Noise
+from support.own_models import OwnModelCase
 from support.parity_cases import ROW_LENGTH, VOCAB_SIZE
-from support.plugs import PlugCase
 from support.recipes import make, windows
 
 VOCAB, COUNT, SIZE = 131, 50, 12
@@ -77,7 +77,7 @@ def batch_of(
 
 
 @dataclass(frozen=True)
-class EntityCase(PlugCase):
+class EntityCase(OwnModelCase):
     @property
     def tolerances(self) -> dict[str, float]:
         """Gradients of the head of sentences nearly cancel: it has few labels. Measured: half of it."""

@@ -1,7 +1,7 @@
-"""Runs of every published system as training makes them, on vocabularies of our own, and what their models answer.
+"""Runs of every published system as training makes them, on small vocabularies, and what their models compute.
 
-A run is random weights in a checkpoint of a configuration, as if it had just begun. Its answers are those to rows of
-its own objective, with the positions, segments and first tokens of training. UniLM goes to BERT's class, which fills
+A run is random weights in a checkpoint of a configuration, as if it had just begun. Its model reads rows of the run's
+objective, with the positions, segments and first tokens of training. UniLM goes to BERT's class, which fills
 masks and cannot write; UniLMv2, whose biases of distances no class has, cannot be exported.
 """
 

@@ -1,4 +1,4 @@
-"""Kinds of models with a part of their own, without text: layouts, runs, samples, and what is refused of them."""
+"""Tests of models that an objective brings (ELECTRA, entities): cases of layouts, runs on random samples, refusals."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ NO_DROPOUT = {"embedding_dropout": 0.0, "attention_dropout": 0.0, "output_dropou
 
 
 @dataclass(frozen=True)
-class PlugCase(Case):
-    """A model in a layout. The losses are sums here, which the factor of a step makes means."""
+class OwnModelCase(Case):
+    """A parity case of such a model. Its losses are sums, which the factor of a step makes means."""
 
     num_losses: ClassVar[int] = len(LOSSES)
 
@@ -90,7 +90,7 @@ def run_sections(directory: Path) -> dict[str, Any]:
 
 
 def train(context: Any, config: Config, samples: RandomSamples, validation: RandomSamples) -> None:
-    """What a rank of `run_ranks` does."""
+    """Train a run to its end, as the function of `run_ranks`."""
     engine = make_engine(config, context, len(LOSS_NAMES))
     Trainer(config, context, engine, samples, validation, LOSS_NAMES).fit()
 
@@ -101,12 +101,13 @@ def weights_of(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def records(directory: Path, kind: str = "train") -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl of a kind."""
     lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
     return [line for line in lines if line["kind"] == kind]
 
 
 def check_same_run(expected: Path, found: Path) -> None:
-    """Losses and weights are equal to the bit."""
+    """Losses and weights of two runs are equal to the bit."""
     before, after = weights_of(expected), weights_of(found)
     assert before.keys() == after.keys()
     assert all(torch.equal(weight, after[name]) for name, weight in before.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,6 +103,7 @@ def imports_of(source: str, modules: set[str], *, with_types: bool = True) -> It
                 yield name, node.lineno
 
 
+@functools.cache
 def import_graph(*, with_types: bool = True) -> dict[str, dict[str, int]]:
     """module -> {imported module: line}. Args: with_types: as of `imports_of`."""
     sources = {module_name(path): path.read_text(encoding="utf-8") for path in product_files()}
