@@ -20,6 +20,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tomllib
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
@@ -167,9 +168,8 @@ def summary(results: Path) -> Iterable[str]:
     for case in ElementTree.parse(results).iter("testcase"):
         tags = {child.tag for child in case}
         outcome = "failed" if tags & {"failure", "error"} else "skipped" if "skipped" in tags else "passed"
-        module = (
-            case.get("classname") or case.get("name") or ""
-        )  # a file that cannot be imported has only a name
+        # A file that cannot be imported has a name and no class.
+        module = case.get("classname") or case.get("name") or ""
         name = by_module.get(module, "other tests")
         counts.setdefault(name, Counter())[outcome] += 1
         if outcome == "failed":
@@ -187,7 +187,8 @@ def _module(test: str) -> str:
 
 
 def main() -> int:
-    parser = ArgumentParser(description=__doc__)
+    usage = "%(prog)s [-h] [--python PYTHON] {oldest,newest} [-- ARGUMENTS_OF_PYTEST]"
+    parser = ArgumentParser(description=__doc__, usage=usage)
     parser.add_argument("end", choices=("oldest", "newest"), help="the end of the ranges")
     parser.add_argument("--python", help="a Python's name or path (default: the end's, such as python3.11)")
     arguments = sys.argv[1:]
