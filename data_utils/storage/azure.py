@@ -74,7 +74,8 @@ def file_system_options(account: Account) -> dict[str, Any]:
     return {
         "account_name": account.name,
         "account_key": key or None,
-        "sas_token": None if key else token or None,  # pyarrow takes one of them
+        # pyarrow takes one of them, and puts a signature without its question mark into the path.
+        "sas_token": f"?{token.removeprefix('?')}" if token and not key else None,
         "blob_storage_authority": blob,
         "dfs_storage_authority": dfs,
         "blob_storage_scheme": scheme,
@@ -98,7 +99,7 @@ def _connection() -> Mapping[str, str]:
 
 
 def _authorities(endpoint: str, account: str) -> tuple[str, str, str]:
-    """Scheme and the hosts of blobs and of data lakes, for pyarrow: one that begins with . follows the account's name."""
+    """Scheme and hosts of blobs and of data lakes, as pyarrow takes them: one that begins with . follows a name."""
     parts = urlsplit(endpoint)
     if parts.scheme in ("http", "https") and parts.netloc:
         if parts.netloc.startswith(f"{account}.") and parts.path in ("", "/"):
@@ -107,8 +108,8 @@ def _authorities(endpoint: str, account: str) -> tuple[str, str, str]:
         if parts.path.rstrip("/") == f"/{account}":
             return parts.scheme, parts.netloc, parts.netloc
     raise ConfigError(
-        f"BlobEndpoint of {CONNECTION_STRING} is neither https://{account}.HOST nor https://HOST/{account}; give the one "
-        "that the store documents."
+        f"BlobEndpoint of {CONNECTION_STRING} is neither https://{account}.HOST nor https://HOST/{account}; give "
+        "the one that the store documents."
     )
 
 

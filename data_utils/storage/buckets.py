@@ -12,7 +12,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, lru_cache
@@ -103,9 +102,13 @@ class Bucket:
             return self.missing(label)
         if status >= 500 or status in (408, 429) or (_BUSY.search(words) and not _NO_RIGHT.search(words)):
             said = f"status {status}" if status else name[1] or name[2] if name else "an error"
-            return TemporaryError("its host is not found" if _NO_HOST.search(words) else f"the store answered with {said}")
+            return TemporaryError(
+                "its host is not found" if _NO_HOST.search(words) else f"the store answered with {said}"
+            )
         if _BAD_NAME.search(words) and not _NO_RIGHT.search(words):
-            return DataError(f"{label}: the store takes this for no name of an object; check the bucket and the name.")
+            return DataError(
+                f"{label}: the store takes this for no name of an object; check the bucket and the name."
+            )
         if _OTHER_REGION.search(words) or status in (301, 307) or (status == 400 and region):
             there = region[1] if region else "the bucket's region"
             return DataError(f"{label}: the bucket is in another region; set AWS_REGION to {there}.")
@@ -162,7 +165,9 @@ class BucketStore:
 
     def _present(self, system: pyarrow.fs.FileSystem, key: str, info: Any = None) -> tuple[int, str]:
         """Size and identity of an object. Args: info: of a listing just now. Raises FileNotFoundError."""
-        if self.bucket.kind == "gs":  # its times are exact, and pyarrow opens an object by a request of all its bytes
+        if (
+            self.bucket.kind == "gs"
+        ):  # its times are exact, and pyarrow opens an object by a request of all its bytes
             info = info or system.get_file_info(self._path(key))
             if not info.is_file:
                 raise FileNotFoundError
@@ -250,9 +255,15 @@ def _emulator(endpoint: str | None) -> dict[str, Any]:
     if endpoint is None:
         return {}
     parts = urlsplit(endpoint if "://" in endpoint else f"http://{endpoint}")
-    if parts.scheme not in ("http", "https") or not parts.netloc or "@" in parts.netloc or parts.path not in ("", "/"):
+    if (
+        parts.scheme not in ("http", "https")
+        or not parts.netloc
+        or "@" in parts.netloc
+        or parts.path not in ("", "/")
+    ):
         raise ConfigError(
-            f"STORAGE_EMULATOR_HOST is {without_secrets(endpoint)}; give http://HOST:PORT, or unset it for Google's store."
+            f"STORAGE_EMULATOR_HOST is {without_secrets(endpoint)}; give http://HOST:PORT, or unset it for Google's "
+            "store."
         )
     return {"anonymous": True, "scheme": parts.scheme, "endpoint_override": parts.netloc}
 
@@ -304,15 +315,9 @@ def list_bucket(url: str) -> tuple[list[StoredObject], list[str]]:
 
     def infos(folder: str, recursive: bool) -> list[Any]:
         where = f"{bucket.name}/{folder}".rstrip("/")
-        selector = pyarrow.fs.FileSelector(where, recursive=recursive)
-
-        def look(system: pyarrow.fs.FileSystem) -> list[Any]:
-            # Not by the selector's `allow_not_found`, which takes an unknown bucket for an empty one.
-            with suppress(FileNotFoundError):
-                return system.get_file_info(selector)
-            return []
-
-        return store.ask(f"input {url}", look)
+        # An unknown bucket has no files either: it is looked for where none is found.
+        selector = pyarrow.fs.FileSelector(where, recursive=recursive, allow_not_found=True)
+        return store.ask(f"input {url}", lambda system: system.get_file_info(selector))
 
     if path and not path.endswith("/") and (stored := store.find(path)) is not None:
         return [stored], []
@@ -329,6 +334,8 @@ def list_bucket(url: str) -> tuple[list[StoredObject], list[str]]:
         folders = sorted(
             f"{bucket.url}{info.path[len(bucket.name) + 1 :]}" for info in found if info.type != is_file
         )
-    if not found and not store.ask(f"input {url}", lambda system: system.get_file_info(bucket.name)).type:
-        raise bucket.missing(f"input {url}")
+    if not found:
+        info = store.ask(f"input {url}", lambda system: system.get_file_info(bucket.name))
+        if info.type == pyarrow.fs.FileType.NotFound:
+            raise bucket.missing(f"input {url}")
     return sorted(files, key=lambda stored: stored.key), folders

@@ -91,7 +91,9 @@ class _Handler(BaseHTTPRequestHandler):
     def content(self, stored, headers):
         """The object or the range that is asked for, cut as it was drawn."""
         data = stored.data
-        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("x-ms-range") or self.headers.get("Range") or "")
+        asked = re.fullmatch(
+            r"bytes=(\d+)-(\d*)", self.headers.get("x-ms-range") or self.headers.get("Range") or ""
+        )
         if asked is None:
             return self._content(200, data, headers)
         first, last = int(asked[1]), min(int(asked[2] or len(data)), len(data) - 1)
@@ -178,7 +180,9 @@ class GoogleHandler(_Handler):
             address = f"http://{self.headers['Host']}/upload/storage/v1/b/{bucket}/o"
             return self.send(200, b"", {"Location": f"{address}?uploadType=resumable&upload_id={number}"})
         name, data = uploads[query["upload_id"]]
-        first, total = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)", self.headers["Content-Range"]).groups()
+        first, total = re.fullmatch(
+            r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)", self.headers["Content-Range"]
+        ).groups()
         if first is not None:
             data[int(first) :] = body
         if total == str(len(data)):
