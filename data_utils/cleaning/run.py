@@ -34,7 +34,7 @@ from data_utils.corpus.documents import check_options, check_text_key, read_docu
 from data_utils.corpus.inputs import expand_inputs
 from data_utils.corpus.stored_files import InputFile
 from data_utils.dataset.cleaning_record import FILE, TEXT, record_bytes
-from data_utils.storage.objects import StoredObject
+from data_utils.storage.objects import StoredObject, with_present_identities
 
 if TYPE_CHECKING:
     from data_utils.cleaning.executors import Execution
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 _PLAN_VERSION = 2
 _PLAN = "plan.json"
+_INPUTS = ("input", "held-out")  # of a plan: a list of [name, size, identity] each
 _MAX_BYTES = 256 << 20  # of a plan
 _PACKAGES = ("datatrove", "regex", "dill", "loguru")  # datatrove 0.10 imports regex and does not say so
 
@@ -213,21 +214,28 @@ def _identity(path: InputFile) -> list[Any]:
 
 def _finished_before(output: Path, work: Path, plan: Mapping[str, Any]) -> dict[str, Any] | None:
     """The report of a run that was killed when its output was in place and only its work was left to remove."""
-    if (work / "output").exists() or not (output / FILE).exists() or _read_plan(work) != plan:
+    if (work / "output").exists() or not (output / FILE).exists() or _read_plan(work, plan) != plan:
         return None
     report = parse_json(read_bounded(output / "report.json", _MAX_BYTES))
     _remove(work)
     return report
 
 
-def _read_plan(work: Path) -> Any:
-    """The plan of the work that was begun; None without any. Raises DataError for damage."""
+def _read_plan(work: Path, plan: Mapping[str, Any]) -> Any:
+    """The plan of the work that was begun; None without any. Raises DataError for damage.
+
+    Args: plan: the present one, in which objects of stores may have an identity that an earlier version did not know.
+    """
     try:
-        return parse_json(read_bounded(work / _PLAN, _MAX_BYTES))
+        started = parse_json(read_bounded(work / _PLAN, _MAX_BYTES))
     except FileNotFoundError:
         return None
     except ValueError as error:
         raise DataError(f"{work / _PLAN} {error}; discard the work with --restart.") from None
+    for key in _INPUTS:
+        if isinstance(started, dict) and key in started:
+            started[key] = with_present_identities(started[key], plan[key])
+    return started
 
 
 def _open_work(work: Path, plan: Mapping[str, Any], restart: bool) -> None:
@@ -236,7 +244,7 @@ def _open_work(work: Path, plan: Mapping[str, Any], restart: bool) -> None:
         raise DataError(f"{work} is not the work of a cleaning run, but has its name; move it away.")
     if restart and work.exists():
         shutil.rmtree(work)
-    started = _read_plan(work)
+    started = _read_plan(work, plan)
     if started is not None and started != plan:
         raise DataError(
             f"{work} holds the unfinished work of a run with {_difference(started, plan)}; repeat the original "
@@ -252,7 +260,7 @@ def _open_work(work: Path, plan: Mapping[str, Any], restart: bool) -> None:
 def _difference(started: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
     old, new = dict(leaves(started)), dict(leaves(plan))
     key = next(key for key in {**old, **new} if old.get(key) != new.get(key))
-    if key in ("input", "held-out"):
+    if key in _INPUTS:
         names = [{entry[0] for entry in files.get(key) or []} for files in (old, new)]
         changed = sorted(entry[0] for entry in old.get(key) or [] if entry not in (new.get(key) or []))
         return (

@@ -1,8 +1,9 @@
 """Objects in buckets: s3://, gs:// and az:// (abfs://), through pyarrow's file systems.
 
-Credentials come from the environment, a profile or the machine's role, as these libraries find them; endpoint and
-region of S3 are those of AWS_ENDPOINT_URL and AWS_REGION. A listing has sizes and times of change but no ETags, so the
-time (to the second) is an object's identity; it is compared after each range, since a range has no condition.
+Credentials come from the environment, a profile or the machine's role, as these libraries find them, and so do the
+endpoints of other stores than the clouds'. An object's identity is its ETag, for which it is asked when it is listed,
+since listings have none; on gs:// its time of change to the microsecond, which they have. It is compared after each
+range, since a range has no condition.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
 
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.common.urls import without_secrets
-from data_utils.storage import globs, objects
+from data_utils.storage import azure, globs, objects
 from data_utils.storage.objects import Patience, RefusedError, StoredObject, TemporaryError, patiently
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ _TIMEOUT_SECONDS = 60.0
 _SDK_ATTEMPTS = 3  # of the library, within one of ours
 _GCS_SECONDS = 15.0  # of its attempts within one of ours
 _OPENED = 16  # objects that a process keeps open
+_LISTED_AT_ONCE = 32  # objects that are asked for their ETags
 _Result = TypeVar("_Result")
 
 _CREDENTIALS = {
@@ -38,12 +41,20 @@ _CREDENTIALS = {
         "AZURE_CLIENT_SECRET"
     ),
 }
+# How to reach another store than the clouds', by the variables of their SDKs.
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+    "gs": ("STORAGE_EMULATOR_HOST",),
+    "az": (azure.CONNECTION_STRING,),
+}
 SCHEMES = {"s3": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
 
-_STATUS = re.compile(r"HTTP status(?: code)?:? (\d{3})")
+_STATUS = re.compile(r"(?:HTTP status(?: code)?:?|Azure Error: \[\w*\]) (\d{3})")
 _NAME = re.compile(r"(?:AWS|Azure) Error:? \[?(\w+)|Status\((\w+):")
 _REGION = re.compile(r"bucket is located in '([a-z0-9-]+)'")
 _NO_BUCKET = re.compile(r"NO_SUCH_BUCKET|NoSuchBucket|Bucket '[^']*' not found|ContainerNotFound")
+_BAD_NAME = re.compile(r"InvalidBucketName|InvalidResourceName|InvalidUri|OutOfRangeInput|INVALID_ARGUMENT")
+_NO_HOST = re.compile(r"resolve host", re.IGNORECASE)
 _BUSY = re.compile(
     r"SLOW_DOWN|INTERNAL_FAILURE|SERVICE_UNAVAILABLE|THROTTLING|REQUEST_TIMEOUT|NETWORK_CONNECTION|UNAVAILABLE"
 )
@@ -63,10 +74,10 @@ class Bucket:
     kind: str  # "s3", "gs" or "az"
     name: str
     url: str  # with / at its end
-    account: str | None = None  # of Azure
+    account: azure.Account | None = None
 
     def file_system(self) -> pyarrow.fs.FileSystem:
-        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        endpoint = next(filter(None, map(os.environ.get, _ENDPOINTS[self.kind])), None)
         return _file_system(self, endpoint, os.getpid())
 
     def attempt(self, label: str, work: Callable[[], _Result]) -> _Result:
@@ -79,18 +90,25 @@ class Bucket:
             raise DataError(f"{label}: the store has no such object; check its name.") from None
         except (OSError, pyarrow.ArrowException) as error:  # Azure's raise the second
             raise self._error(label, str(error)) from None
+        except ValueError:
+            # Of a file whose first request failed, pyarrow's client of gs:// says that it is closed.
+            raise TemporaryError("the store's answer ended early") from None
 
     def _error(self, label: str, words: str) -> Exception:
         """What the library's words mean. They are not repeated: they hold words of the server."""
         match, region, name = _STATUS.search(words), _REGION.search(words), _NAME.search(words)
         status = int(match[1]) if match else 0
         if _NO_BUCKET.search(words):
-            return DataError(
-                f"{label}: there is no bucket {self.name}; check its name{self._endpoint_hint()}."
-            )
+            return self.missing(label)
         if status >= 500 or status in (408, 429) or (_BUSY.search(words) and not _NO_RIGHT.search(words)):
             said = f"status {status}" if status else name[1] or name[2] if name else "an error"
-            return TemporaryError(f"the store answered with {said}")
+            return TemporaryError(
+                "its host is not found" if _NO_HOST.search(words) else f"the store answered with {said}"
+            )
+        if _BAD_NAME.search(words) and not _NO_RIGHT.search(words):
+            return DataError(
+                f"{label}: the store takes this for no name of an object; check the bucket and the name."
+            )
         if _OTHER_REGION.search(words) or status in (301, 307) or (status == 400 and region):
             there = region[1] if region else "the bucket's region"
             return DataError(f"{label}: the bucket is in another region; set AWS_REGION to {there}.")
@@ -100,9 +118,14 @@ class Bucket:
             )
         return TemporaryError(f"the store answered with {name[1] or name[2] if name else 'an error'}")
 
+    def missing(self, label: str) -> DataError:
+        """The error for a bucket that does not exist."""
+        return DataError(f"{label}: there is no bucket {self.name}; check its name{self._endpoint_hint()}.")
+
     def _endpoint_hint(self) -> str:
         """What else to set for a store of another host than the cloud's."""
-        return ", and AWS_ENDPOINT_URL for another store than Amazon's" if self.kind == "s3" else ""
+        cloud = {"s3": "Amazon", "gs": "Google", "az": "Azure"}[self.kind]
+        return f", and {_ENDPOINTS[self.kind][-1]} for another store than {cloud}'s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,40 +143,71 @@ class BucketStore:
 
     def find(self, key: str) -> StoredObject | None:
         """The object of this name, if there is one. Raises DataError."""
-        label, path = f"input {self.bucket.url}{key}", f"{self.bucket.name}/{key}"
+        label, path = f"input {self.bucket.url}{key}", self._path(key)
         info = self.ask(label, lambda system: system.get_file_info(path))
-        return self.pinned(info) if info.is_file else None
+        return self.pinned([info])[0] if info.is_file else None
 
-    def pinned(self, info: Any) -> StoredObject:
-        key = info.path[len(self.bucket.name) + 1 :]
-        return StoredObject(self.bucket.url + key, info.size, _identity(info), key, self)
+    def pinned(self, infos: Iterable[Any]) -> list[StoredObject]:
+        """The objects of a listing, in its order, with their identities. Raises DataError."""
+
+        def pin(info: Any) -> StoredObject:
+            key = info.path[len(self.bucket.name) + 1 :]
+            label = self.bucket.url + key
+            size, identity = self.ask(f"input {label}", lambda system: self._present(system, key, info))
+            # Plans of earlier versions have the time alone: `objects.with_present_identities`.
+            return StoredObject(label, size, f"changed {info.mtime_ns // 10**9}, {identity}", key, self)
+
+        with ThreadPoolExecutor(_LISTED_AT_ONCE) as pool:
+            return list(pool.map(pin, infos))
+
+    def _path(self, key: str) -> str:
+        return f"{self.bucket.name}/{key}"
+
+    def _present(self, system: pyarrow.fs.FileSystem, key: str, info: Any = None) -> tuple[int, str]:
+        """Size and identity of an object. Args: info: of a listing just now. Raises FileNotFoundError."""
+        if (
+            self.bucket.kind == "gs"
+        ):  # its times are exact, and pyarrow opens an object by a request of all its bytes
+            info = info or system.get_file_info(self._path(key))
+            if not info.is_file:
+                raise FileNotFoundError
+            return info.size, f"{info.mtime_ns} ns"
+        file = system.open_input_file(self._path(key))
+        metadata = {name.lower(): value.decode() for name, value in file.metadata().items()}
+        return file.size(), metadata.get("etag") or metadata.get("last-modified", "")
 
     def write(self, key: str, chunks: Callable[[], Iterable[bytes]]) -> None:
         """Write an object. Args: chunks: begins to give its content, once for each attempt. Raises DataError."""
 
-        def work(system: pyarrow.fs.FileSystem) -> None:
-            # Without compression: the library would compress what is named .gz.
-            with system.open_output_stream(f"{self.bucket.name}/{key}", compression=None) as file:
-                for chunk in chunks():
-                    file.write(chunk)
+        label = f"{self.bucket.url}{key}"
 
-        self.ask(f"{self.bucket.url}{key}", work)
+        def work(system: pyarrow.fs.FileSystem) -> None:
+            try:
+                # Without compression: the library would compress what is named .gz.
+                with system.open_output_stream(self._path(key), compression=None) as file:
+                    for chunk in chunks():
+                        file.write(chunk)
+            except FileNotFoundError:
+                raise self.bucket.missing(label) from None
+
+        self.ask(label, work)
 
     def delete(self, key: str) -> None:
         """Delete an object. Raises DataError."""
-        path = f"{self.bucket.name}/{key}"
+        path = self._path(key)
         self.ask(f"{self.bucket.url}{key}", lambda system: system.delete_file(path))
 
     def stream(self, stored: StoredObject, start: int, stop: int) -> Iterator[bytes]:
         def compare() -> None:
-            info = self.bucket.file_system().get_file_info(f"{self.bucket.name}/{stored.key}")
-            if (info.size, _identity(info)) != (stored.size, stored.identity):
+            size, identity = self._present(self.bucket.file_system(), stored.key)
+            if (size, identity) != (stored.size, stored.identity.partition(", ")[2]):
                 raise stored.changed()
 
         def read() -> bytes:
             try:
                 data = _opened(stored, os.getpid()).read_at(stop - start, start)
-            except OSError:
+            except (OSError, ValueError):
+                _opened.cache_clear()  # a file whose first request failed stays useless on gs://
                 compare()  # the library says of an object that is gone what it says of a cut answer
                 raise
             compare()
@@ -178,13 +232,12 @@ def _file_system(bucket: Bucket, endpoint: str | None, process: int) -> pyarrow.
     environ = os.environ
     if bucket.kind == "gs":
         # By itself the library would try for a quarter of an hour.
-        return _library_class("GcsFileSystem")(retry_time_limit=timedelta(seconds=_GCS_SECONDS))
-    if bucket.kind == "az":
-        return _library_class("AzureFileSystem")(
-            bucket.account,
-            account_key=environ.get("AZURE_STORAGE_ACCOUNT_KEY") or environ.get("AZURE_STORAGE_KEY"),
-            sas_token=environ.get("AZURE_STORAGE_SAS_TOKEN"),
+        return _library_class("GcsFileSystem")(
+            retry_time_limit=timedelta(seconds=_GCS_SECONDS), **_emulator(endpoint)
         )
+    if bucket.kind == "az":
+        assert bucket.account is not None
+        return _library_class("AzureFileSystem")(**azure.file_system_options(bucket.account))
     region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION")
     if region is None:
         region = "us-east-1" if endpoint else pyarrow.fs.resolve_s3_region(bucket.name)
@@ -195,6 +248,24 @@ def _file_system(bucket: Bucket, endpoint: str | None, process: int) -> pyarrow.
         request_timeout=_TIMEOUT_SECONDS,
         retry_strategy=pyarrow.fs.AwsStandardS3RetryStrategy(max_attempts=_SDK_ATTEMPTS),
     )
+
+
+def _emulator(endpoint: str | None) -> dict[str, Any]:
+    """The options of another store than Google's, without credentials, as its SDKs read the variable."""
+    if endpoint is None:
+        return {}
+    parts = urlsplit(endpoint if "://" in endpoint else f"http://{endpoint}")
+    if (
+        parts.scheme not in ("http", "https")
+        or not parts.netloc
+        or "@" in parts.netloc
+        or parts.path not in ("", "/")
+    ):
+        raise ConfigError(
+            f"STORAGE_EMULATOR_HOST is {without_secrets(endpoint)}; give http://HOST:PORT, or unset it for Google's "
+            "store."
+        )
+    return {"anonymous": True, "scheme": parts.scheme, "endpoint_override": parts.netloc}
 
 
 def _library_class(name: str) -> Any:
@@ -217,18 +288,10 @@ def parse_bucket(url: str) -> tuple[Bucket, str]:
     if ":" in netloc or label != url:
         raise ConfigError(
             f"{label} is given with a password, a port or a query, which {scheme}:// does not have; "
-            f"{_CREDENTIALS[kind]}{', and AWS_ENDPOINT_URL for another store' if kind == 's3' else ''}."
+            f"{_CREDENTIALS[kind]}, and {_ENDPOINTS[kind][-1]} for another store."
         )
     name, _, host = netloc.partition("@")
-    account = None
-    if kind == "az":
-        account = host.partition(".")[0] if host else os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
-        account = account or os.environ.get("AZURE_STORAGE_ACCOUNT")
-        if not account:
-            raise ConfigError(
-                f"{url} names no storage account; set AZURE_STORAGE_ACCOUNT_NAME, or write "
-                f"abfs://{name}@ACCOUNT.dfs.core.windows.net/{path}"
-            )
+    account = azure.account_in_url(url, host) if kind == "az" else None
     if not name or (host and kind != "az") or globs.has_magic(name):
         raise ConfigError(f"{url} names no bucket; write {scheme}://BUCKET/NAME.")
     return Bucket(kind, name, f"{scheme}://{netloc}/", account), path
@@ -252,15 +315,9 @@ def list_bucket(url: str) -> tuple[list[StoredObject], list[str]]:
 
     def infos(folder: str, recursive: bool) -> list[Any]:
         where = f"{bucket.name}/{folder}".rstrip("/")
-        selector = pyarrow.fs.FileSelector(where, recursive=recursive)
-
-        def look(system: pyarrow.fs.FileSystem) -> list[Any]:
-            # Not by the selector's `allow_not_found`, which takes an unknown bucket for an empty one.
-            with suppress(FileNotFoundError):
-                return system.get_file_info(selector)
-            return []
-
-        return store.ask(f"input {url}", look)
+        # An unknown bucket has no files either: it is looked for where none is found.
+        selector = pyarrow.fs.FileSelector(where, recursive=recursive, allow_not_found=True)
+        return store.ask(f"input {url}", lambda system: system.get_file_info(selector))
 
     if path and not path.endswith("/") and (stored := store.find(path)) is not None:
         return [stored], []
@@ -271,17 +328,14 @@ def list_bucket(url: str) -> tuple[list[StoredObject], list[str]]:
         found = infos(globs.fixed_folder(path), globs.is_deep(path))
         matched = globs.compiled(path)
     found = [info for info in found if matched.fullmatch(info.path[len(bucket.name) + 1 :])]
-    files = sorted(
-        (store.pinned(info) for info in found if info.type == is_file), key=lambda stored: stored.key
-    )
+    files = store.pinned(info for info in found if info.type == is_file)
     folders = []
     if globs.has_magic(path) and not globs.is_deep(path):
         folders = sorted(
             f"{bucket.url}{info.path[len(bucket.name) + 1 :]}" for info in found if info.type != is_file
         )
-    return files, folders
-
-
-def _identity(info: Any) -> str:
-    """Seconds: a listing and a request of one object give other fractions of them."""
-    return f"changed {(info.mtime_ns or 0) // 10**9}"
+    if not found:
+        info = store.ask(f"input {url}", lambda system: system.get_file_info(bucket.name))
+        if info.type == pyarrow.fs.FileType.NotFound:
+            raise bucket.missing(f"input {url}")
+    return sorted(files, key=lambda stored: stored.key), folders

@@ -9,10 +9,10 @@ from __future__ import annotations
 import io
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from data_utils.common.errors import DataError
 
@@ -116,6 +116,20 @@ class StoredObject:
             f"{self.label} is not what it was when it was listed (its size or identity is another); repeat the "
             "command, with --restart if it has begun to build from the former object."
         )
+
+
+def with_present_identities(recorded: Any, present: Sequence[Sequence[Any]]) -> Any:
+    """The inputs of a plan, where an object is as an earlier version of this program knew it, as they are known now.
+
+    That version had the time of change of an object in a bucket, and not the ETag that now follows it.
+    Args: recorded, present: [name, size, identity] of each input; `recorded` may be anything that JSON can hold.
+    """
+    if not isinstance(recorded, list) or len(recorded) != len(present):
+        return recorded
+    return [
+        list(now) if then == [*now[:2], str(now[2]).partition(", ")[0]] else then
+        for then, now in zip(recorded, present, strict=True)
+    ]
 
 
 def patiently(label: str, patience: Patience, attempt: Callable[[], _Result]) -> _Result:

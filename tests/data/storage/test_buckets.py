@@ -1,12 +1,17 @@
 """S3's protocol through pyarrow: a moto server on the loopback, and answers that a relay cuts or replaces."""
 
 import gzip
+import json
+import re
 
 import pyarrow.fs
 import pytest
-from support.stored_corpora import NAMES, build, corpus_files, lines, write_files
+from support.byte_tokenizer import ByteTokenizer
+from support.stored_corpora import NAMES, build, corpus_files, dataset_bytes, lines, write_files
 from support.stores import relaying
 
+from data_utils.build.config import BuildConfig
+from data_utils.build.corpus import build_corpus
 from data_utils.common.errors import ConfigError, DataError, UserError
 from data_utils.corpus.inputs import expand_inputs
 
@@ -78,12 +83,44 @@ def test_a_replaced_object_is_refused(tmp_path, bucket):
     bucket.put("a.jsonl", lines("a", 100))
     [listed] = expand_inputs(["s3://corpora/a.jsonl"])
     assert listed.read(0, 10) == lines("a", 100)[:10]
-    bucket.put("a.jsonl", lines("b", 101))
-    with pytest.raises(DataError, match=r"s3://corpora/a.jsonl is not what it was"):
-        listed.read(0, 10)
+    for replaced in (lines("b", 100), lines("b", 101)):  # of equal size, and in the same second mostly
+        bucket.put("a.jsonl", replaced)
+        with pytest.raises(DataError, match=r"s3://corpora/a.jsonl is not what it was"):
+            listed.read(0, 10)
     bucket.system.delete_file("corpora/a.jsonl")
     with pytest.raises(DataError, match=r"s3://corpora/a.jsonl.* (no such object|not what it was)"):
         listed.read(10, 20)
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_stopped_build_goes_on_with_the_same_object_alone(tmp_path, bucket, is_replaced):
+    """Also with a plan of earlier versions, which had the time of change and no ETag."""
+    expected = build(write_files(tmp_path / "raw", {"a.jsonl": lines("a", 500)}), tmp_path / "local")
+    bucket.put("a.jsonl", lines("a", 500))
+
+    class Stopped(ByteTokenizer):
+        calls = 0
+
+        def encode_batch(self, texts):
+            Stopped.calls += 1
+            if Stopped.calls > 3:
+                raise DataError("stopped")
+            return super().encode_batch(texts)
+
+    config = BuildConfig(inputs=["s3://corpora/a.jsonl"], output=str(tmp_path / "d"), shard_bytes=30_000)
+    with pytest.raises(DataError, match="stopped"):
+        build_corpus(config, Stopped)
+    if is_replaced:
+        bucket.put("a.jsonl", lines("b", 500))
+        with pytest.raises(DataError, match=r"another version of input s3://corpora/a.jsonl"):
+            build_corpus(config, ByteTokenizer)
+        return
+    path = tmp_path / "d.build" / "plan.json"
+    plan = json.loads(path.read_text())
+    plan["inputs"][0][2] = re.match(r"changed \d+(?=, )", plan["inputs"][0][2])[0]
+    path.write_text(json.dumps(plan))
+    build_corpus(config, ByteTokenizer)
+    assert dataset_bytes(tmp_path / "d") == expected
 
 
 @pytest.mark.parametrize(
@@ -105,7 +142,7 @@ def test_refusals_are_one_line_that_names_what_to_set(monkeypatch, answer, words
             expand_inputs([url])
     assert words in str(error.value) and url in str(error.value)
     assert not {"WORDS", "CANARY"} & set(str(error.value).replace("-", " ").split())
-    assert len(relay.seen) <= 3
+    assert len(relay.seen) <= 4
 
 
 def test_a_bucket_that_is_gone_amid_the_work(monkeypatch, bucket):
