@@ -250,3 +250,11 @@ SOURCES: dict[str, tuple[Argument, ...]] = {
         ),
     ),
 }
+
+# Where programs share a name, the first table has precedence.
+BY_NAME = {
+    name: argument
+    for arguments in reversed(SOURCES.values())
+    for argument in reversed(arguments)
+    for name in argument.names
+}

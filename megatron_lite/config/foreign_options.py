@@ -9,16 +9,8 @@ from itertools import pairwise
 from data_utils.common.errors import ConfigError
 from data_utils.common.setting_files import shorten
 from data_utils.common.settings import setting_names, to_yaml_scalar
-from megatron_lite.config.coming_from import SOURCES, Argument
+from megatron_lite.config.coming_from import BY_NAME, Argument
 from megatron_lite.config.tree import Config
-
-# Where programs share a name, the first table has precedence.
-_BY_NAME = {
-    name: argument
-    for arguments in reversed(SOURCES.values())
-    for argument in reversed(arguments)
-    for name in argument.names
-}
 
 
 def with_deepspeed_file(arguments: Sequence[str]) -> list[str]:
@@ -80,14 +72,12 @@ def _answer(option: str, values: list[str]) -> str:
     """What to write in place of an option: the setting, or why there is none."""
     name = option.lstrip("-").replace("-", "_")
     typed = shorten(" ".join([option, *values]), 60)
-    argument = _BY_NAME.get(name)
+    argument = BY_NAME.get(name)
     keys = list(setting_names(Config))
     if argument is None:
         matching = [key for key in keys if name in (key, key.rpartition(".")[2], key.replace(".", "_"))]
         if not matching:
-            near = difflib.get_close_matches(
-                name, [*_BY_NAME, *(key.rpartition(".")[2] for key in keys)], n=1
-            )
+            near = difflib.get_close_matches(name, [*BY_NAME, *(key.rpartition(".")[2] for key in keys)], n=1)
             hint = _answer(near[0], []) if near else "docs/settings.md lists all settings"
             return f"{typed} is not known ({'the nearest: ' if near else ''}{hint})"
         argument = Argument((name,), f"{matching[0]}={{}}")
