@@ -11,7 +11,7 @@ from typing import Any
 from data_utils.common.errors import ConfigError
 from data_utils.common.setting_files import shown
 from data_utils.common.settings import build, merge, nest, section, to_tree
-from megatron_lite.config.coming_from import BY_NAME
+from megatron_lite.config.coming_from import find_argument
 from megatron_lite.config.deepspeed_keys import (
     ALIASES,
     FORMER_FLAGS,
@@ -85,7 +85,7 @@ def _means_nothing(key: str, value: Any) -> bool:
         return value.get("enabled") is False
     near = difflib.get_close_matches(key, _TOP_LEVEL, n=1, cutoff=0.6)
     is_scalar = value is None or isinstance(value, (str, int, float))
-    return is_scalar and not near and key not in _NAMES and key.replace("-", "_") not in BY_NAME
+    return is_scalar and not near and key not in _NAMES and find_argument(key.replace("-", "_")) is None
 
 
 def sort_options(options: Mapping[str, Any]) -> SortedOptions:
@@ -102,7 +102,8 @@ def sort_options(options: Mapping[str, Any]) -> SortedOptions:
         if key in seen or (option is not None and (value is None or value == "auto")):
             continue
         seen[key] = written, value
-        argument = BY_NAME.get(key.replace("-", "_")) if option is None else None
+        is_foreign = option is None and not isinstance(value, Mapping)
+        argument = find_argument(key.replace("-", "_")) if is_foreign else None
         if argument is not None:
             remedy = f"set {argument.key} instead, and remove it" if argument.setting else argument.note
             result.problems.append(f"deepspeed.{written} is no option of DeepSpeed: {remedy}.")
