@@ -405,6 +405,9 @@ def _unknown_key(key: str, value: Any, path: str, known: Mapping[str, Any], root
         listed = f"keys here are {', '.join(names)}." if len(known) <= _LISTED_KEYS else too_many
         return f"unknown setting {written_key}: {key} is a section of the whole run; {listed}"
     elsewhere = [name for name in setting_names(root) if name.rpartition(".")[2] == key]
+    if isinstance(value, Mapping):
+        beginnings = (name.rpartition(f".{key}.")[:2] for name in setting_names(root))
+        elsewhere += dict.fromkeys(f"{before}.{key}" for before, found in beginnings if found)
     if not isinstance(value, (list, tuple, Mapping)):  # learning_rate: 0.1 is no list of events
         elsewhere = [name for name in elsewhere if not _is_list(root, name)]
     close = [path + name for name in difflib.get_close_matches(key, known, n=1, cutoff=0.6)]

@@ -5,11 +5,12 @@ docs/generate.py writes them to docs/coming_from.md; foreign_options.py answers 
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 
 class Argument(NamedTuple):
-    names: tuple[str, ...]  # with underscores, which also match dashes
+    names: tuple[str, ...]  # with underscores, which also match dashes; `*` stands for any characters
     # `key={}` takes the value as it is, `key=VALUE` stands for a flag, `key` alone needs the note; "" = no setting.
     setting: str
     note: str = ""
@@ -32,6 +33,8 @@ _DATA = (
 )
 _EVALUATION = "in samples instead of batches"
 _PASSES = "derived: batch.global_batch_size / (micro-batch x data-parallel ranks)"
+_BY_SAMPLES = "samples / batch.global_batch_size"
+_BY_TOKENS = "tokens / (batch.global_batch_size x data.sequence_length)"
 _POSITIONS = "the largest position id, which is one less"
 
 SOURCES: dict[str, tuple[Argument, ...]] = {
@@ -42,21 +45,39 @@ SOURCES: dict[str, tuple[Argument, ...]] = {
         ("num_attention_heads", "model.num_attention_heads={}"),
         ("kv_channels", "model.head_dim={}"),
         ("num_query_groups", "model.num_key_value_heads={}"),
+        ("group_query_attention", "", "model.num_key_value_heads alone decides"),
+        ("qk_layernorm", "model.query_key_norm=true", "RMSNorm"),
+        ("embed_layernorm", "model.embedding_norm=true"),
+        ("window_size", "model.attention_window", "tokens to each side"),
+        ("decoder_num_layers", "model.decoder_layers={}"),
         ("max_position_embeddings", "model.max_position", _POSITIONS),
         ("seq_length encoder_seq_length", "data.sequence_length={}"),
         ("position_embedding_type", "model.positions", "learned_absolute is learned, rope is rotary"),
         ("use_rotary_position_embeddings", "model.positions=rotary"),
+        ("no_position_embedding", "model.positions", "rotary or none"),
         ("rotary_base", "model.rotary_base={}"),
+        (
+            "use_rope_scaling rope_scaling_factor",
+            "model.rotary_scaling",
+            "[factor, low frequency factor, high frequency factor, original length]",
+        ),
         ("rotary_percent", "model.rotary_share={}"),
         ("normalization", "model.rms_norm", "true for RMSNorm"),
         ("layernorm_epsilon norm_epsilon", "model.layernorm_epsilon={}"),
         ("swiglu", "model.ffn=gated", "with model.activation=silu"),
+        ("glu_activation", "model.ffn=gated", "with model.activation, silu for swiglu"),
+        ("squared_relu quick_geglu", "", "there is no such activation"),
         ("disable_bias_linear", "model.biases=none"),
+        ("add_qkv_bias", "model.biases=qkv", "with --disable-bias-linear"),
         ("untie_embeddings_and_output_weights", "model.tie_word_embeddings=false"),
         ("init_method_std", "model.init_std={}"),
         ("hidden_dropout", "model.output_dropout={}", "model.embedding_dropout too"),
         ("attention_dropout", "model.attention_dropout={}"),
-        ("make_vocab_size_divisible_by", "", "the embedding is padded automatically"),
+        (
+            "make_vocab_size_divisible_by pad_vocab_size_to padded_vocab_size",
+            "",
+            "the embedding is padded automatically",
+        ),
         ("micro_batch_size", "batch.micro_batch_size={}"),
         ("global_batch_size", "batch.global_batch_size={}"),
         ("rampup_batch_size", "batch.ramp", "its three numbers are start, by and samples"),
@@ -66,6 +87,7 @@ SOURCES: dict[str, tuple[Argument, ...]] = {
             "training.steps",
             "samples / batch.global_batch_size; with a ramp, phases count samples",
         ),
+        ("train_tokens", "training.steps", _BY_TOKENS),
         ("optimizer", "optimizer.kind", _OPTIMIZER),
         ("lr", "optimizer.lr={}"),
         ("min_lr", "schedule.min_lr_ratio", "a fraction of optimizer.lr"),
@@ -73,6 +95,11 @@ SOURCES: dict[str, tuple[Argument, ...]] = {
         ("lr_decay_iters", "schedule.decay_steps={}"),
         ("lr_warmup_iters", "schedule.warmup_steps={}"),
         ("lr_warmup_fraction", "schedule.warmup_steps", "in steps"),
+        ("lr_warmup_samples", "schedule.warmup_steps", _BY_SAMPLES),
+        ("lr_decay_samples", "schedule.decay_steps", _BY_SAMPLES),
+        ("lr_warmup_tokens", "schedule.warmup_steps", _BY_TOKENS),
+        ("lr_decay_tokens", "schedule.decay_steps", _BY_TOKENS),
+        ("lr_wsd_decay_style lr_wsd_decay_iters", "schedule.parts", "a part with this kind or these steps"),
         ("weight_decay", "optimizer.weight_decay={}"),
         ("adam_beta1", "optimizer.beta1={}"),
         ("adam_beta2", "optimizer.beta2={}"),
@@ -83,18 +110,62 @@ SOURCES: dict[str, tuple[Argument, ...]] = {
         ("loss_scale", "deepspeed.fp16.loss_scale={}"),
         ("initial_loss_scale", "deepspeed.fp16.initial_scale_power", "as a power of 2"),
         ("loss_scale_window", "deepspeed.fp16.loss_scale_window={}"),
+        ("min_loss_scale", "deepspeed.fp16.min_loss_scale={}"),
+        ("hysteresis", "deepspeed.fp16.hysteresis={}"),
+        ("fp8_*", "", "FP8 is not supported"),
         ("seed", "training.seed={}"),
         ("recompute_activations", "training.recompute=selective"),
         ("recompute_granularity", "training.recompute={}"),
         ("checkpoint_activations", _RECOMPUTE),
+        (
+            "recompute_method recompute_num_layers activations_checkpoint_method checkpoint_num_layers",
+            "",
+            "training.recompute applies to all blocks",
+        ),
+        ("calculate_per_token_loss", "", "training.loss_normalization=global_tokens is the default"),
+        (
+            "attention_softmax_in_fp32 accumulate_allreduce_grads_in_fp32",
+            "",
+            "it is always so: leave it out",
+        ),
+        (
+            "*_fusion abort_on_unmet_fused_kernel_constraints transformer_impl use_mcore_models use_te DDP_impl "
+            "attention_backend overlap_grad_reduce overlap_param_gather no_async_tensor_model_parallel_allreduce "
+            "no_create_attention_mask_in_dataloader use_flash_attn_triton use_flash_attn_v2 "
+            "no_query_key_layer_scaling manual_gc manual_gc_interval empty_unused_memory_level",
+            "",
+            "kernels, memory and communication are this project's own: leave it out",
+        ),
         ("tensor_model_parallel_size", "parallel.tensor_parallel_size={}"),
         ("pipeline_model_parallel_size", "parallel.pipeline_parallel_size={}"),
         ("sequence_parallel", "parallel.sequence_parallel=true"),
+        (
+            "ds_sequence_parallel_size",
+            "parallel.sequence_parallel",
+            "true: tensor-parallel ranks also shard the sequence",
+        ),
+        ("no_pipeline_parallel", "", "parallel.pipeline_parallel_size=1 is the default"),
+        ("num_layers_per_virtual_pipeline_stage", "", "the schedule of stages is not interleaved"),
+        ("context_parallel_size", "", "it is not implemented"),
+        (
+            "num_experts moe_* create_moe_param_group disable_moe_token_dropping expert_model_parallel_size "
+            "expert_tensor_parallel_size",
+            "",
+            "there are no MoE layers",
+        ),
         ("use_distributed_optimizer", "parallel.zero_stage=1"),
         ("zero_stage", "parallel.zero_stage={}"),
         ("cpu_optimizer", "parallel.offload_optimizer=true"),
         ("data_path train_data_path", "data.train=[{{prefix: {}}}]", _DATA),
         ("valid_data_path", "data.validation=[{{prefix: {}}}]", _DATA),
+        ("train_weighted_split_paths train_weighted_split_paths_path", "data.train", _DATA),
+        ("valid_weighted_split_paths valid_weighted_split_paths_path", "data.validation", _DATA),
+        (
+            "data_impl dataloader_type data_cache_path no_mmap_bin_files",
+            "",
+            "datasets have one format; scripts/dataset.py adopt converts Megatron's",
+        ),
+        ("reset_position_ids reset_attention_mask", "", "texts of a row never see each other: leave it out"),
         (
             "split",
             "data.validation",
@@ -102,10 +173,27 @@ SOURCES: dict[str, tuple[Argument, ...]] = {
         ),
         ("tokenizer_type", "tokenizer.kind", "BertWordPiece is bert_wordpiece, GPT2BPE gpt2_bpe"),
         ("tokenizer_model vocab_file", "tokenizer.path={}"),
+        ("tokenizer_name_or_path", "tokenizer.path={}", "with tokenizer.kind=hf_json"),
+        ("merge_file", "tokenizer.path", "the directory that also has vocab.json"),
+        ("vocab_extra_ids", "tokenizer.added_tokens", "t5 has 100 sentinels"),
         ("vocab_size", "model.vocab_size={}"),
         ("save", "run.directory={}"),
         ("load", "checkpoint.initialize_from={}", "a run resumes from its own directory automatically"),
-        ("finetune", "checkpoint.initialize=weights"),
+        ("pretrained_checkpoint", "checkpoint.initialize_from={}"),
+        ("finetune no_load_optim", "checkpoint.initialize=weights"),
+        ("no_load_rng no_save_rng", "", "a checkpoint holds no random state"),
+        (
+            "override_opt_param_scheduler override_lr_scheduler use_checkpoint_opt_param_scheduler "
+            "use_checkpoint_args",
+            "",
+            "the configuration always decides",
+        ),
+        (
+            "universal_checkpoint ckpt_format auto_detect_ckpt_format use_dist_ckpt dist_ckpt_format",
+            "",
+            "every checkpoint loads in every layout",
+        ),
+        ("async_save", "checkpoint.asynchronous=true"),
         ("save_interval", "checkpoint.save_interval={}"),
         ("eval_interval", "training.eval_interval={}"),
         ("eval_iters", "training.eval_samples", _EVALUATION),
@@ -113,9 +201,26 @@ SOURCES: dict[str, tuple[Argument, ...]] = {
         ("tensorboard_dir", "run.tensorboard", "true; event files go to run.directory/tensorboard"),
         ("wandb_project", "trackers.wandb.project={}"),
         ("wandb_exp_name", "trackers.wandb.name={}"),
+        ("wandb_entity", "trackers.wandb.entity={}"),
+        (
+            "log_*_to_tensorboard tensorboard_queue_size tensorboard_log_interval log_throughput log_progress "
+            "log_params_norm log_num_zeros_in_grad timing_log_level timing_log_option",
+            "",
+            "what is logged is the same in all runs: leave it out",
+        ),
+        ("profile profile_step_start profile_step_end", "", "scripts/profile_step.py profiles a step"),
         ("mask_prob", "masked_lm.masked_ratio={}"),
         ("short_seq_prob", "data.short_prob={}"),
         ("exit_interval", "training.stop_after_step={}"),
+        (
+            "exit_duration_in_mins exit_signal_handler kill_switch_path",
+            "",
+            "SIGTERM, which schedulers send before the time limit, saves a checkpoint and stops the run",
+        ),
+        ("distributed_timeout_minutes", "timeouts.step_seconds", "in seconds"),
+        ("deepspeed", "", "leave it out: the engine is DeepSpeed's"),
+        ("deepspeed_config", "", "write it with an underscore: --deepspeed_config FILE"),
+        ("task", "", "set in the section task, for scripts/finetune.py"),
         ("distributed_backend", "", "nccl on GPUs and gloo on CPUs, chosen automatically"),
         ("use_flash_attn", "", "attention is always fused; `training.attention` chooses the implementation"),
         ("num_workers", "", "a thread of each process prepares the next batch"),
@@ -131,7 +236,7 @@ SOURCES: dict[str, tuple[Argument, ...]] = {
         (
             "lr_scheduler_type",
             "schedule.kind={}",
-            "its linear and cosine schedules end at 0: schedule.min_lr_ratio=0",
+            "constant_with_warmup is constant; linear and cosine schedules end at 0: schedule.min_lr_ratio=0",
         ),
         ("weight_decay", "optimizer.weight_decay={}"),
         ("adam_beta1", "optimizer.beta1={}"),
@@ -303,9 +408,33 @@ SOURCES: dict[str, tuple[Argument, ...]] = {
     ),
     "Launchers": _arguments(
         (
-            "num_gpus num_nodes nproc_per_node nnodes node_rank master_addr master_port hostfile",
+            "num_gpus num_nodes nproc_per_node nnodes node_rank master_addr master_port hostfile rdzv_id rdzv_backend "
+            "rdzv_endpoint max_restarts tee",
             "",
             _LAUNCHER,
         ),
     ),
 }
+
+# Where programs share a name, the first table has precedence.
+BY_NAME = {
+    name: argument
+    for arguments in reversed(SOURCES.values())
+    for argument in reversed(arguments)
+    for name in argument.names
+    if "*" not in name
+}
+_PATTERNS = [
+    (name, argument)
+    for arguments in SOURCES.values()
+    for argument in arguments
+    for name in argument.names
+    if "*" in name
+]
+
+
+def find_argument(name: str) -> Argument | None:
+    """The row of an option's name, which has underscores and no dashes."""
+    if name in BY_NAME:
+        return BY_NAME[name]
+    return next((argument for pattern, argument in _PATTERNS if fnmatchcase(name, pattern)), None)

@@ -7,7 +7,7 @@ tree has none either, DeepSpeed's default holds for the parameters of the blocks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from data_utils.common.errors import ConfigError
 from data_utils.common.setting_files import load_hjson, shown
 from data_utils.common.settings import build, merge, nest
 from megatron_lite.config.deepspeed_keys import option_class
-from megatron_lite.config.deepspeed_sorting import COMMENTS, SortedOptions, sort_options
+from megatron_lite.config.deepspeed_sorting import COMMENTS, SortedOptions, ignored_keys, sort_options
 from megatron_lite.config.schedule import ScheduleConfig
 from megatron_lite.config.sections import BatchConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 
@@ -46,14 +46,18 @@ def with_deepspeed(
     if not isinstance(given, Mapping):
         return dict(tree)  # the settings refuse it
     problems: list[str] = []
+    ignored: list[str] = []
     if path is not None:
         file_options, typed = load_hjson(path, "DeepSpeed configuration"), overrides.get("deepspeed") or {}
+        ignored = ignored_keys(file_options)
+        file_options = {key: value for key, value in file_options.items() if key not in ignored}
         problems = list(_contradictions(file_options, typed, "deepspeed."))
         # A DeepSpeed file stands between the YAML files and the command line.
         given = merge(merge(given, file_options), typed)
     source = str(path) if path is not None else ""
     options = sort_options(given)
     options.problems += problems
+    options.no_effect |= dict.fromkeys(ignored, "DeepSpeed has no such options")
     translation = _Translation(tree, overrides, options, processes)
     translation.run()
     options.refuse(source)
@@ -127,6 +131,7 @@ _SCHEDULES = {  # DeepSpeed's class -> our kind, and its parameters
         _WARMUP | {"warmup_min_ratio": "share", "cos_min_ratio": "share", "total_num_steps": "size"},
     ),
 }
+_SCHEDULE_PARAMETERS = {name for _, parameters in _SCHEDULES.values() for name in parameters}
 
 
 class _Translation:
@@ -300,7 +305,7 @@ class _Translation:
         return max(1, self._processes // shards)  # where the shards do not divide it, the start is refused
 
     def _optimizer(self, block: Mapping[str, Any]) -> None:
-        if not self._keys_known("optimizer", block, ("type", "params", "legacy_fusion")):
+        if not self._keys_known("optimizer", block, ("type", "params", "legacy_fusion"), _ADAM):
             return
         name, given = block.get("type"), block.get("params") or {}
         if block.get("legacy_fusion"):
@@ -360,7 +365,7 @@ class _Translation:
             self._set("optimizer.clip_grad_norm", clip, "optimizer.params.max_grad_norm")
 
     def _scheduler(self, block: Mapping[str, Any]) -> None:
-        if not self._keys_known("scheduler", block, ("type", "params")):
+        if not self._keys_known("scheduler", block, ("type", "params"), _SCHEDULE_PARAMETERS):
             return
         name, given = block.get("type"), block.get("params") or {}
         if name is None:
@@ -424,11 +429,15 @@ class _Translation:
             return 0.0
         return float(lowest / peak)
 
-    def _keys_known(self, name: str, block: Mapping[str, Any], known: tuple[str, ...]) -> bool:
+    def _keys_known(
+        self, name: str, block: Mapping[str, Any], known: tuple[str, ...], parameters: Collection[str]
+    ) -> bool:
         wrong = [key for key in block if key not in known and not str(key).startswith(COMMENTS)]
         for key in wrong:
-            remedy = f"unknown setting deepspeed.{name}.{key}; valid keys here are {', '.join(known)}."
-            self._options.problems.append(remedy)
+            remedy = f"valid keys here are {', '.join(known)}"
+            if key in parameters:
+                remedy = f"move it into deepspeed.{name}.params, or remove it"
+            self._options.problems.append(f"unknown setting deepspeed.{name}.{key}; {remedy}.")
         params = block.get("params")
         if not isinstance(params, Mapping) and params not in (None, "auto"):
             self._refuse(f"{name}.params", params, "it must be a mapping: write its keys, or remove it")

@@ -98,6 +98,7 @@ KEYS = {
     "fp16.hysteresis": _passed_on("size"),
     "fp16.consecutive_hysteresis": _passed_on("flag"),
     "fp16.min_loss_scale": _passed_on("count"),
+    "fp16.dynamic_loss_scale": _no_effect("flag", True, reason="it is dynamic if fp16.loss_scale is 0"),
     "fp16.auto_cast": _no_effect("flag", False, reason="model inputs are token ids"),
     "fp16.fp16_master_weights_and_grads": _refused("flag", False, remedy=_FP32_STATE),
     "bf16.enabled": _setting("flag", "training.precision"),
@@ -140,6 +141,9 @@ KEYS = {
     "zero_optimization.parameter_alignment": _no_effect("flag", False, reason=_BUCKETS),
     "zero_optimization.ignore_unused_parameters": _no_effect(
         "flag", True, reason="unused parameters follow from the configuration"
+    ),
+    "zero_optimization.find_unused_parameters": _no_effect(
+        "flag", False, reason="unused parameters follow from the configuration"
     ),
     "zero_optimization.legacy_stage1": _no_effect("flag", False, reason="DeepSpeed removed it"),
     "zero_optimization.compute_grad_norm": _no_effect(
@@ -281,8 +285,8 @@ KEYS = {
     "data_efficiency": _refused("switch", {}, remedy=_OTHER_TRAINING),
     "progressive_layer_drop": _refused("switch", remedy=_OTHER_TRAINING),
     "quantize_training": _refused("switch", remedy=_OTHER_TRAINING),
-    "weight_quantization": _refused("free", {}, remedy=_OTHER_TRAINING),
-    "sparse_attention": _refused("free", {}, remedy=_OTHER_TRAINING),
+    "weight_quantization": _refused("free", {}, remedy="this feature is not supported: remove it"),
+    "sparse_attention": _refused("free", {}, remedy="this feature is not supported: remove it"),
     "eigenvalue": _no_effect("switch", reason="quantization is not supported"),
     "hybrid_engine": _no_effect("switch", reason="there is no generation during training"),
     "graph_harvesting": _no_effect("flag", False, reason="use training.cuda_graphs"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, make_dataclass
 from typing import Any
@@ -9,11 +11,22 @@ from typing import Any
 from data_utils.common.errors import ConfigError
 from data_utils.common.setting_files import shown
 from data_utils.common.settings import build, merge, nest, section, to_tree
-from megatron_lite.config.deepspeed_keys import ALIASES, FORMER_FLAGS, KEYS, Options, Policy
+from megatron_lite.config.coming_from import find_argument
+from megatron_lite.config.deepspeed_keys import (
+    ALIASES,
+    FORMER_FLAGS,
+    KEYS,
+    OPTION_TYPES,
+    Options,
+    Policy,
+)
 
 _ROOT = make_dataclass("Root", [("deepspeed", Options, section(Options))], frozen=True, kw_only=True)
 _SECTIONS = {key.rsplit(".", depth)[0] for key in KEYS for depth in range(1, key.count(".") + 1)}
 COMMENTS = ("_", "#", "//", "comment")  # JSON has no comments, so that people write them as keys
+_TOP_LEVEL = {key.partition(".")[0] for key in (*KEYS, *ALIASES, *FORMER_FLAGS)}
+_NAMES = {name for key in (*KEYS, *ALIASES, *FORMER_FLAGS) for name in key.split(".")}
+_NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?")
 _OFFLOADS = ("zero_optimization.offload_param", "zero_optimization.offload_optimizer")
 
 
@@ -53,6 +66,28 @@ class SortedOptions:
         raise ConfigError(begin + " ".join(dict.fromkeys(self.problems)))
 
 
+def ignored_keys(options: Mapping[str, Any]) -> list[str]:
+    """The keys of a DeepSpeed file that mean nothing to DeepSpeed, which ignores unknown ones outside of sections.
+
+    A name that resembles one of DeepSpeed's is none of them, since it is a typing error or stands in the wrong
+    section. Neither are other programs' names, which mean something, and sections that are on: a changed DeepSpeed may
+    have such a feature.
+    """
+    return [
+        key
+        for key, value in options.items()
+        if key not in _TOP_LEVEL and not key.startswith(COMMENTS) and _means_nothing(key, value)
+    ]
+
+
+def _means_nothing(key: str, value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return value.get("enabled") is False
+    near = difflib.get_close_matches(key, _TOP_LEVEL, n=1, cutoff=0.6)
+    is_scalar = value is None or isinstance(value, (str, int, float))
+    return is_scalar and not near and key not in _NAMES and find_argument(key.replace("-", "_")) is None
+
+
 def sort_options(options: Mapping[str, Any]) -> SortedOptions:
     """Sort a nested mapping of options by policy. Raises nothing: problems are part of the result."""
     result = SortedOptions()
@@ -67,6 +102,12 @@ def sort_options(options: Mapping[str, Any]) -> SortedOptions:
         if key in seen or (option is not None and (value is None or value == "auto")):
             continue
         seen[key] = written, value
+        is_foreign = option is None and not isinstance(value, Mapping)
+        argument = find_argument(key.replace("-", "_")) if is_foreign else None
+        if argument is not None:
+            remedy = f"set {argument.key} instead, and remove it" if argument.setting else argument.note
+            result.problems.append(f"deepspeed.{written} is no option of DeepSpeed: {remedy}.")
+            continue
         try:
             value = _checked(key, value, option.type_name if option is not None else "")
         except ConfigError as error:
@@ -102,8 +143,8 @@ def _leaves(tree: Mapping[str, Any], written: str, path: str) -> Iterator[tuple[
         if key == "zero_optimization" and isinstance(value, bool):  # as in early versions of DeepSpeed
             if value:
                 yield as_written, "zero_optimization.stage", 1
-        elif key in FORMER_FLAGS and (value is None or value == "auto" or isinstance(value, bool)):
-            if value is True:
+        elif key in FORMER_FLAGS and (flag := _without_quotes(value, "flag")) in (None, "auto", True, False):
+            if flag is True:
                 yield as_written, *FORMER_FLAGS[key]
         elif key not in _SECTIONS or not (isinstance(value, Mapping) or value in (None, "auto", False)):
             yield as_written, key, value
@@ -131,12 +172,23 @@ def _checked(key: str, value: Any, type_name: str) -> Any:
     """The value in the table's type. Raises: ConfigError; for an unknown key it names the nearest one."""
     if type_name in ("free", "switch") and value is False:
         return {"enabled": False}
+    value = _without_quotes(value, type_name)
     if type_name == "dtype" and isinstance(value, str):
         value = value.lower()  # as DeepSpeed does
     checked = to_tree(build(_ROOT, nest(f"deepspeed.{key}", value)))["deepspeed"]
     for name in key.split("."):
         checked = checked[name]
     return checked
+
+
+def _without_quotes(value: Any, type_name: str) -> Any:
+    """A number or a flag that is written as text, as a value."""
+    if not isinstance(value, str) or not type_name:
+        return value
+    expected = OPTION_TYPES[type_name][0]
+    if expected is bool and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    return float(value) if expected in (int, float) and _NUMBER.fullmatch(value) else value
 
 
 def _is_off(section: Mapping[str, Any], type_name: str) -> bool:

@@ -9,16 +9,8 @@ from itertools import pairwise
 from data_utils.common.errors import ConfigError
 from data_utils.common.setting_files import shorten
 from data_utils.common.settings import setting_names, to_yaml_scalar
-from megatron_lite.config.coming_from import SOURCES, Argument
+from megatron_lite.config.coming_from import BY_NAME, Argument, find_argument
 from megatron_lite.config.tree import Config
-
-# Where programs share a name, the first table has precedence.
-_BY_NAME = {
-    name: argument
-    for arguments in reversed(SOURCES.values())
-    for argument in reversed(arguments)
-    for name in argument.names
-}
 
 
 def with_deepspeed_file(arguments: Sequence[str]) -> list[str]:
@@ -68,6 +60,17 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         yield option, values
 
 
+def _datasets(values: Sequence[str]) -> list[str]:
+    """Items of `data.train` of prefixes, or of a weight before each prefix, as Megatron takes them."""
+    weights, prefixes = values[::2], values[1::2]
+    if len(weights) == len(prefixes) and all(map(_is_number, weights)):
+        return [
+            f"{{prefix: {prefix}, weight: {weight}}}"
+            for weight, prefix in zip(weights, prefixes, strict=True)
+        ]
+    return [f"{{prefix: {value}}}" for value in values]
+
+
 def _is_number(text: str) -> bool:
     try:
         float(text)
@@ -80,22 +83,24 @@ def _answer(option: str, values: list[str]) -> str:
     """What to write in place of an option: the setting, or why there is none."""
     name = option.lstrip("-").replace("-", "_")
     typed = shorten(" ".join([option, *values]), 60)
-    argument = _BY_NAME.get(name)
+    argument = find_argument(name)
     keys = list(setting_names(Config))
     if argument is None:
         matching = [key for key in keys if name in (key, key.rpartition(".")[2], key.replace(".", "_"))]
         if not matching:
-            near = difflib.get_close_matches(
-                name, [*_BY_NAME, *(key.rpartition(".")[2] for key in keys)], n=1
-            )
+            near = difflib.get_close_matches(name, [*BY_NAME, *(key.rpartition(".")[2] for key in keys)], n=1)
             hint = _answer(near[0], []) if near else "docs/settings.md lists all settings"
             return f"{typed} is not known ({'the nearest: ' if near else ''}{hint})"
         argument = Argument((name,), f"{matching[0]}={{}}")
     if not argument.setting:
         return f"{typed}: {argument.note}"
     if "{}" in argument.setting and values:
+        if argument.key in ("data.train", "data.validation"):
+            return f"{typed} is {argument.key}=[{', '.join(_datasets(values))}] ({argument.note})"
         text = values[0] if len(values) == 1 else f"[{', '.join(values)}]"
-        return f"{typed} is {argument.setting.format(text)}"
+        return f"{typed} is {argument.setting.format(text)}" + (
+            f" ({argument.note})" if argument.note else ""
+        )
     if "=" in argument.setting and "{}" not in argument.setting:
         if [value.lower() for value in values] in (["false"], ["0"]):
             return f"{typed}: leave it out"

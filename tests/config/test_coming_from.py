@@ -33,6 +33,7 @@ VALUES = {
     "max_seq_length": "64", "zero_stage": "2", "label_smoothing_factor": "0.1",
     **dict.fromkeys(("save", "load", "output_dir", "experiment_name", "run_name", "wandb_exp_name"), "x"),
     **dict.fromkeys(("tokenizer_model", "wandb_project", "data_path", "valid_data_path"), "x"),
+    **dict.fromkeys(("tokenizer_name_or_path", "wandb_entity", "pretrained_checkpoint"), "x"),
 }  # fmt: skip
 
 
@@ -87,6 +88,40 @@ def test_options_of_lora_are_answered():
     for part in ("--lora_r 8 is model.lora.rank=8;", "model.lora.targets (", "rank_stabilized=true;"):
         assert part in answer
     assert re.search(r"--use_dora: .* not implemented", answer)
+
+
+MIXTURES = {
+    ("0.7", "a", "0.3", "b"): "[{prefix: a, weight: 0.7}, {prefix: b, weight: 0.3}]",
+    ("a", "b"): "[{prefix: a}, {prefix: b}]",
+    ("a",): "[{prefix: a}]",
+}
+
+
+@pytest.mark.parametrize("values", MIXTURES)
+def test_a_blend_of_datasets_is_answered_with_a_mixture_that_is_taken(values):
+    answer = explain_options(["--data-path", *values], ["--data-path"])
+    found = re.search(r"data\.train=\[.*\](?= )", answer)
+    assert found and tiny(found[0]).data.train == tiny(f"data.train={MIXTURES[values]}").data.train
+
+
+def test_a_value_of_another_name_is_answered_with_its_name_here():
+    assert "WSD is schedule.parts" in explain_options(["--lr-decay-style", "WSD"], ["--lr-decay-style"])
+
+
+# What a script of Megatron-LM passes besides sizes: https://github.com/NVIDIA/Megatron-LM, its arguments by purpose
+UNLIKE_OURS = [
+    "--moe-router-topk", "8", "--moe-any-new-option", "--no-gradient-accumulation-fusion",
+    "--log-memory-to-tensorboard", "--transformer-impl", "local", "--lr-warmup-samples", "5",
+    "--exit-duration-in-mins", "1190", "--data-impl", "mmap",
+    "--deepspeed", "--merge-file", "m.txt", "--no-load-rng", "--reset-position-ids", "--attention-softmax-in-fp32",
+    "--fp8-format", "hybrid",
+]  # fmt: skip
+
+
+def test_options_of_megatron_are_known_by_name_or_by_their_beginning():
+    names = [word for word in UNLIKE_OURS if word.startswith("--")]
+    answer = explain_options(UNLIKE_OURS, names)
+    assert "not known" not in answer and all(name in answer for name in names)
 
 
 def test_a_flag_that_is_off_is_left_out():

@@ -12,6 +12,7 @@ from support.distributed import run_ranks
 
 from megatron_lite.config.deepspeed_file import sort_options
 from megatron_lite.config.deepspeed_keys import ALIASES, FORMER_FLAGS, KEYS, OPTION_TYPES, Policy
+from megatron_lite.config.deepspeed_sorting import ignored_keys
 from megatron_lite.engine.plain import make_engine
 
 
@@ -121,6 +122,16 @@ def test_each_section_that_deepspeed_looks_up_has_a_policy():
     assert len(asked) > 60
     known = {*KEYS, *ALIASES, *FORMER_FLAGS} | {key.rpartition(".")[0] for key in KEYS}
     assert asked <= known
+
+
+def test_deepspeed_ignores_what_is_ignored_here():
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    ignored = {"backend": "nccl", "disable_fused_adam": True, "own_feature": {"enabled": False}}
+    assert ignored_keys(ignored) == list(ignored)
+    one, other = (DeepSpeedConfig({"train_batch_size": 1, **more}) for more in ({}, ignored))
+    assert one.zero_config == other.zero_config and one.optimizer_name == other.optimizer_name
+    assert not any(hasattr(other, key) for key in ignored)
 
 
 # A value that is neither DeepSpeed's default nor one that sets nothing, by kind

@@ -403,11 +403,60 @@ def test_coupled_decay_of_nothing_is_adamw(tmp_path):
 
 def test_unknown_keys_are_not_hidden_in_lists_of_all_keys(tmp_path):
     with pytest.raises(ConfigError) as error:
-        read(tmp_path, {"general": {"seed": 1}, "plugin": "gemini", "deepspeed": {"stage": 2}})
+        read(tmp_path, {"general": {"seed": 1}, "hooks": ["gemini"], "deepspeed": {"stage": 2}})
     message = str(error.value)
-    for name in ("deepspeed.general", "deepspeed.plugin", "deepspeed.deepspeed"):
+    for name in ("deepspeed.general", "deepspeed.hooks", "deepspeed.deepspeed"):
         assert f"unknown setting {name}" in message
     assert "remove it" in message and len(message) < 600
+
+
+@pytest.mark.parametrize("key", ["backend", "disable_fused_adam", "launched_by"])
+def test_a_key_that_deepspeed_ignores_is_ignored_in_a_file_and_named(tmp_path, key):
+    config, said = read(tmp_path, {key: "x", "own_feature": {"enabled": False}, "gradient_clipping": 0.3})
+    assert config.optimizer.clip_grad_norm == 0.3 and config.deepspeed == {}
+    assert any(key in line and "own_feature" in line for line in said)
+    with pytest.raises(ConfigError, match=f"deepspeed.{key}"):  # a command line is no other program's file
+        tiny(f"deepspeed.{key}=x")
+
+
+MEANS_SOMETHING = {
+    "a typing error": ({"gradient_cliping": 1.0}, "deepspeed.gradient_clipping"),
+    "another section's key": ({"loss_scale": 0}, "deepspeed.fp16.loss_scale"),
+    "a section inside another": (
+        {"offload_optimizer": {"device": "cpu"}},
+        "deepspeed.zero_optimization.offload_optimizer",
+    ),
+    "a parameter of the optimizer": ({"optimizer": {"type": "Adam", "eps": 1e-6}}, "optimizer.params"),
+    "a parameter of the schedule": (
+        {"scheduler": {"type": "WarmupLR", "warmup_num_steps": 5}},
+        "scheduler.params",
+    ),
+    "the Trainer's option": ({"max_grad_norm": 0.5}, "optimizer.clip_grad_norm"),
+    "Megatron's option": ({"num-layers": 4}, "model.num_layers"),
+    "a feature of a changed DeepSpeed": ({"own_feature": {"enabled": True}}, "deepspeed.own_feature"),
+}
+
+
+@pytest.mark.parametrize("case", MEANS_SOMETHING)
+def test_an_unknown_key_that_may_mean_something_is_refused_with_where_it_belongs(tmp_path, case):
+    given, remedy = MEANS_SOMETHING[case]
+    with pytest.raises(ConfigError, match=remedy):
+        read(tmp_path, given)
+
+
+def test_numbers_and_flags_may_be_text_in_a_file(tmp_path):
+    given = {
+        "fp16": {"enabled": "True", "loss_scale_window": "500", "dynamic_loss_scale": True},
+        "train_micro_batch_size_per_gpu": "2",
+        "gradient_accumulation_steps": "8",
+        "zero_optimization": {"stage": "2", "cpu_offload": "false", "find_unused_parameters": False},
+    }
+    config, said = read(tmp_path, given)
+    assert (config.training.precision, config.parallel.zero_stage) == ("fp16", 2)
+    assert (config.batch.global_batch_size, config.batch.micro_batch_size) == (16, 2)
+    assert config.deepspeed == {"fp16": {"loss_scale_window": 500}} and len(said) == 1
+    with pytest.raises(ConfigError, match="train_batch_size"):
+        read(tmp_path, {"train_batch_size": "BATCH"})
 
 
 def test_all_that_must_change_is_reported_at_once(tmp_path):

@@ -10,8 +10,9 @@ import sys
 
 import pytest
 from support.published_tokenizers import BYTES, SCRIPTS, add_json, combinations, theirs_of, write_files
+from tokenizers.pre_tokenizers import ByteLevel
 
-from data_utils.common.errors import CheckpointError, ConfigError
+from data_utils.common.errors import CheckpointError, ConfigError, DataError
 from data_utils.common.settings import build
 from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
 from megatron_lite.hf.files.tokenizer_proof import awkward_texts, load_theirs, prove_exported, tokenizer_proof
@@ -223,6 +224,26 @@ def test_a_tokenizer_with_other_ids_is_refused_with_the_text(tmp_path):
         CheckpointError, match=r"by tokenizer\.kind sentencepiece gives other ids than AlbertTokenizer"
     ):
         brought(tmp_path / "albert", kind="sentencepiece")
+
+
+def test_a_refusal_names_what_is_wrong_with_the_tokenizer_not_with_the_first_kind_tried(tmp_path):
+    source, run = tmp_path / "released", tmp_path / "run"
+    source.mkdir()
+    symbols = sorted(set(ByteLevel.alphabet()) - {"\u0120"})  # no space: of kana alone
+    names = ["[UNK]", "[PAD]", "<s>", "</s>", *symbols]
+    roles = {"unk_token": "[UNK]", "pad_token": "[PAD]", "bos_token": "<s>", "eos_token": "</s>"}
+    files = {
+        "config.json": {"model_type": "gpt2"},
+        "tokenizer_config.json": {"tokenizer_class": "GPT2Tokenizer", **roles},
+        "vocab.json": {name: i for i, name in enumerate(names)},
+    }
+    for name, content in files.items():
+        (source / name).write_text(json.dumps(content))
+    (source / "merges.txt").write_text("#version: 0.2\n")
+    shutil.copytree(source, run)
+    with pytest.raises(DataError, match=r"no token \(20\)") as error:
+        import_tokenizer(source, run, {"added_tokens": "none"})
+    assert str(source) in str(error.value) and str(run) not in str(error.value)
 
 
 def test_spelled_special_tokens_are_the_only_exception(tmp_path):

@@ -70,6 +70,7 @@ def import_tokenizer(source: Path, directory: Path, options: Mapping[str, Any]) 
     if kind is None:
         remedy = f"its class does not read these files: give its own, or set tokenizer_class in {TOKENIZER_CONFIG}."
     refusal: UserError | None = None
+    reason = ""
     for candidate in _candidates(directory, theirs):
         if kind in (None, candidate["kind"]):
             section = {**candidate, **options}
@@ -80,10 +81,17 @@ def import_tokenizer(source: Path, directory: Path, options: Mapping[str, Any]) 
                 )
                 return section
             except (DataError, CheckpointError) as error:
-                refusal = refusal or error
+                # What transformers makes of the files fails for the tokenizer itself, others may for their kind.
+                if refusal is None or CONVERTED in Path(candidate["path"]).parts[-2:-1]:
+                    refusal = error
+                    reason = (
+                        str(error)
+                        .replace(candidate["path"], str(source))
+                        .replace(str(directory), str(source))
+                    )
     if refusal is None:
         raise ConfigError(f"{source} has no files for tokenizer.kind {shown(kind)}; leave it out.")
-    raise refusal
+    raise type(refusal)(reason)
 
 
 def require_same_ids(key: str, tokenizer: Tokenizer, source: Path, copies: Path) -> None:
@@ -98,7 +106,7 @@ def require_same_ids(key: str, tokenizer: Tokenizer, source: Path, copies: Path)
         )
 
 
-def _candidates(directory: Path, theirs: TokenizersBackend) -> Iterator[dict[str, str | bool]]:
+def _candidates(directory: Path, theirs: TokenizersBackend) -> Iterator[dict[str, Any]]:
     """Sections for the files, first those with which corpora of these systems are usually built."""
     if (directory / "vocab.txt").exists():
         lowercase = bool(theirs.init_kwargs.get("do_lower_case", True))
