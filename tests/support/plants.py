@@ -17,6 +17,7 @@ EPOCHS = "tests/data/loader/test_mixture.py::test_each_epoch_visits_every_window
 VIEWS = "tests/model/test_attention_layout.py::test_views_match_the_rule"
 HEADS = "tests/model/test_heads.py::test_heads_and_options_are_the_same_in_every_layout"
 RESUMED = "tests/train/test_trainer.py::test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit"
+UPDATE = "tests/model/test_lora.py"
 PAIR, DRAWS = "tests/electra/test_model.py", "tests/electra/test_sampling.py"
 SHARDED = "megatron_lite/optim/sharded.py"
 BUCKETS = "megatron_lite/optim/buckets.py"
@@ -494,7 +495,54 @@ ELECTRA = (
     ),
 )
 
+LORA = (
+    Plant(
+        "LoRA's updates multiplied as those of rsLoRA",
+        "megatron_lite/config/lora.py",
+        "(self.rank**0.5 if self.rank_stabilized else self.rank)",
+        "self.rank**0.5",
+        (UPDATE,),
+    ),
+    Plant(
+        "dropout of LoRA on the input of the frozen layer too",
+        TENSOR,
+        "product = product + self.lora(x, lora_dropout, whole_rows)",
+        "site = next(iter(self.lora.values())).site\n"
+        "            product = linear(site.dropped(x, lora_dropout), self.weight, bias)\n"
+        "            product = product + self.lora(x, lora_dropout, whole_rows)",
+        (UPDATE,),
+    ),
+    Plant(
+        "B of LoRA's updates drawn at random",
+        "megatron_lite/model/init.py",
+        'name.endswith("bias") or (LORA in name and name.endswith(".b"))',
+        'name.endswith("bias")',
+        (UPDATE,),
+    ),
+    Plant(
+        "gradient of A not summed over the tensor-parallel ranks that have the rows of B",
+        "megatron_lite/model/lora.py",
+        "return linear(self.parallel.copy(inner) * self.site.settings.scale, self.b)",
+        "return linear(inner * self.site.settings.scale, self.b)",
+        (UPDATE,),
+    ),
+    Plant(
+        "updates of Q, K and V on one another's rows",
+        "megatron_lite/model/lora.py",
+        "sizes = list(zip(PARTS[path], partition.block_rows(rows), strict=True))",
+        "sizes = list(zip(PARTS[path][::-1], partition.block_rows(rows), strict=True))",
+        (UPDATE,),
+    ),
+    Plant(
+        "an export merges LoRA's updates without their scale",
+        "megatron_lite/hf/files/lora.py",
+        "return weight + (product.T if module.is_transposed else product) * settings.scale",
+        "return weight + (product.T if module.is_transposed else product)",
+        (UPDATE,),
+    ),
+)
+
 PLANTS = (
     *GRADIENTS, *LOSSES, *DROPOUT, *SAMPLES, *ROWS, *WINDOWS, *WIDTHS, *INSIDE, *OBJECTIVES, *STREAMS, *ELECTRA,
-    *KERNELS, *POSITIONS,
+    *KERNELS, *POSITIONS, *LORA,
 )  # fmt: skip
