@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from support.commands import assert_refused, forked, pretrain
+from support.commands import assert_refused, forked
 from support.configs import tiny
 
 from data_utils.common.errors import ConfigError
@@ -227,8 +227,8 @@ def test_a_dry_run_names_the_implementation(gpu, settings, said):
 
 
 def test_a_dry_run_refuses_what_the_gpu_does_not_run():
-    done = pretrain("--config", "configs/tiny.yaml", "--dry-run", "1", "--gpu", "a100",
-                    "model.vocab_size=128", "training.precision=bf16", FREE, "training.attention=fa3")  # fmt: skip
+    done = forked("pretrain_glm.py", "--config", "configs/tiny.yaml", "--dry-run", "1", "--gpu", "a100",
+                  "model.vocab_size=128", "training.precision=bf16", FREE, "training.attention=fa3")  # fmt: skip
     assert_refused(done, "this GPU has compute capability 8.0")
 
 

@@ -2,16 +2,14 @@
 
 import json
 import math
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from support.commands import forked
 from support.harness_runs import harness_run
-from support.project import ROOT
 from support.published_files import write_directory
 from support.tokenizer_files import bert_vocab, write_bert
 
@@ -147,11 +145,9 @@ def write_pairs(directory, scores_of=None):
 def test_the_command_counts_pairs_by_paradigm_and_phenomenon(imported, tmp_path):
     original, run = imported("gpt2")
     pairs = write_pairs(tmp_path / "pairs")
-    done = subprocess.run(
-        [sys.executable, "scripts/evaluate.py", "--checkpoint", run, "--checkpoint", original, "--minimal-pairs", pairs,
-         "--json", tmp_path / "out.json", "--plot", tmp_path / "out.png"],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
+    checkpoints = ["--checkpoint", run, "--checkpoint", original, "--minimal-pairs", pairs]
+    outputs = ["--json", tmp_path / "out.json", "--plot", tmp_path / "out.png"]
+    done = forked("scripts/evaluate.py", *checkpoints, *outputs)
     assert done.returncode == 0, done.stderr
     found, exported = json.loads((tmp_path / "out.json").read_text()).values()
     assert found == exported and (tmp_path / "out.png").stat().st_size > 5000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -26,9 +27,10 @@ def project(tmp_path: Path) -> Path:
 
 
 def command(project: Path, *arguments: str) -> str:
+    variables = {**os.environ, "NUMBA_DISABLE_JIT": "1"}  # compiling takes longer than so few samples
     done = subprocess.run(
         [sys.executable, "pretrain_glm.py", *arguments],
-        cwd=project, capture_output=True, text=True,
+        cwd=project, env=variables, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout

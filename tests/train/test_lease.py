@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 import yaml
+from support.commands import Forked, forked
 from support.project import ROOT
 from support.waiting import HANG_SECONDS, wait_until
 
@@ -113,10 +114,14 @@ def test_a_dead_holder_on_another_machine_is_one_that_does_not_renew(
 
 def test_a_lease_that_is_released_while_it_is_watched_is_free(tmp_path, elsewhere):
     first = acquire(tmp_path, "trains")
-    timer = threading.Timer(0.5, first.release)
+    released = []
+    timer = threading.Timer(0.5, lambda: (released.append(True), first.release()))
     timer.start()
-    acquire(tmp_path, "trains").release()
+    second = acquire(tmp_path, "trains")
+    assert released and json.loads((tmp_path / "LEASE").read_text())["pid"] == os.getpid()
+    second.release()
     timer.join()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("job, attempt, at_once", [("77", "1", True), ("77", "0", False), ("78", "1", False)])
@@ -167,7 +172,10 @@ def test_a_damaged_lease_is_waited_for(tmp_path, elsewhere, monkeypatch):
     monkeypatch.setattr(lease, "STALE_SECONDS", 0.2)
     for content in ("", "{", '{"token": 1}', "[]"):
         (tmp_path / "LEASE").write_text(content)
-        acquire(tmp_path, "trains").release()
+        found = acquire(tmp_path, "trains")
+        assert json.loads((tmp_path / "LEASE").read_text())["pid"] == os.getpid()
+        found.release()
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_what_was_made_for_a_refused_start_is_removed(tmp_path):
@@ -205,19 +213,17 @@ def test_a_run_whose_lease_was_taken_over_ends(tmp_path):
     assert done.stderr == f"error: {tmp_path} was taken over by process 1 on node7; this process exits.\n"
 
 
-@pytest.mark.launcher
 def test_a_run_holds_its_directory_until_it_has_ended(settings, tmp_path):
     settings["training"]["steps"] = 100_000
     config, run = tmp_path / "config.yaml", tmp_path / "run"
     config.write_text(yaml.safe_dump(settings))
-    command = [sys.executable, "pretrain_glm.py", "--config", str(config)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as first:
-        try:
-            wait_until((run / "metrics.jsonl").exists, what="the run trains")
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-            assert done.returncode == 2 and f"is in use: process {first.pid} on " in done.stderr
-            first.send_signal(signal.SIGTERM)
-            assert first.wait(HANG_SECONDS) == ExitStatus.STOPPED
-        finally:
-            first.kill()
+    command = ["pretrain_glm.py", "--config", config]
+    first = Forked(*command)
+    try:
+        wait_until((run / "metrics.jsonl").exists, what="the run trains")
+        done = forked(*command)
+        assert done.returncode == 2 and f"is in use: process {first.pid} on " in done.stderr
+    finally:
+        os.kill(first.pid, signal.SIGTERM)
+    assert first.result().returncode == ExitStatus.STOPPED
     assert not (run / "LEASE").exists() and len(list((run / "checkpoints").iterdir())) == 1

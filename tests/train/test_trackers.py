@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from support.commands import assert_refused, pretrain
+from support.commands import assert_refused, forked
 from support.distributed import run_ranks
 from support.project import small_run
 from support.training import fit
@@ -162,7 +162,7 @@ def test_a_missing_package_is_refused_by_name(corpus, tmp_path, package, monkeyp
 def test_a_missing_key_of_wandb_is_refused_without_asking(settings, tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(settings))
-    refused = pretrain("--config", str(config), "trackers.wandb.project=p")
+    refused = forked("pretrain_glm.py", "--config", config, "trackers.wandb.project=p")
     assert_refused(refused, "run `wandb login` once, set WANDB_API_KEY, or set trackers.wandb.mode=offline.")
     assert not Path(settings["run"]["directory"]).exists()
 

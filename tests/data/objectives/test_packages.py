@@ -110,6 +110,7 @@ def test_two_packages_with_one_claim_are_both_named(tmp_path, monkeypatch, secon
 
 def run(*arguments: object, path: Path | None = None, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    variables["NUMBA_DISABLE_JIT"] = "1"  # compiling takes longer than so few samples
     if path is not None:
         variables["PYTHONPATH"] = str(path)
     command = [sys.executable, *map(str, arguments)]
