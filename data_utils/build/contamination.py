@@ -49,9 +49,14 @@ class EvaluationTexts:
         num_texts, num_too_short: evaluation texts, and how many of them have no n-gram.
         hashes: uint64 [n-grams], sorted, each once.
         fingerprint: of the n-grams.
+    Raises: DataError without any text.
     """
 
     def __init__(self, documents: Sequence[Document]) -> None:
+        if not documents:
+            raise DataError(
+                "the files of --decontaminate have no document; give texts, or leave the option out."
+            )
         text_hashes = [ngram_hashes(document.text) for document in documents]
         self.num_texts = len(text_hashes)
         self.num_too_short = sum(not len(hashes) for hashes in text_hashes)

@@ -196,7 +196,7 @@ def _difference(started: Any, plan: Any) -> str | None:
     """A description of how the started build differs from `plan`; None if they agree."""
     for key in {**plan, **(started if isinstance(started, dict) else {})}:
         old_value, new_value = (tree.get(key) if isinstance(tree, dict) else None for tree in (started, plan))
-        if key == "inputs":
+        if key == "inputs" and isinstance(new_value, list):
             old_value = with_present_identities(old_value, new_value)
         if old_value == new_value:
             continue

@@ -52,6 +52,26 @@ class GopherQuality:
         ("the", "be", "to", "of", "and", "that", "have", "with"), "the stop words"
     )
 
+    def __post_init__(self) -> None:
+        """Raise SettingsError for thresholds by which no document stays."""
+        problems = {}
+        for name, fewest, most in (
+            ("doc_words", self.min_doc_words, self.max_doc_words),
+            ("avg_word_length", self.min_avg_word_length, self.max_avg_word_length),
+        ):
+            if fewest is not None and most is not None and fewest > most:
+                problems[f"filters.gopher_quality.min_{name}"] = (
+                    f"filters.gopher_quality.min_{name} is {shown(fewest)} and max_{name} {shown(most)}, between which "
+                    "nothing lies; lower the first, or set one of them to null."
+                )
+        if (fewest := self.min_stop_words) is not None and fewest > (count := len(set(self.stop_words))):
+            problems["filters.gopher_quality.min_stop_words"] = (
+                f"filters.gopher_quality.min_stop_words is {fewest}, but stop_words has {count} different words; list "
+                "more, lower it, or set it to null."
+            )
+        if problems:
+            raise SettingsError(problems, "")
+
 
 @dataclass(frozen=True, kw_only=True)
 @checked("filters.gopher_repetition")

@@ -298,6 +298,13 @@ def _run_stages(
                 run_stage(stage, folders, execution, job_name)
                 if number == 1:
                     _check_read(config, folders)
+                if (
+                    stage.name == "held_out"
+                    and not merged_records(folders.counts("held_out"))[0]["documents"]
+                ):
+                    raise _UselessWork(
+                        "the files of --held-out have no document; give texts, or leave the option out."
+                    )
             report, files = _report(config, inputs, folders)
         except BaseException as error:
             if isinstance(error, _UselessWork) or not any((work / "logs").glob("*/completions/*")):

@@ -2,8 +2,8 @@
 
 Credentials come from the environment, a profile or the machine's role, as these libraries find them, and so do the
 endpoints of other stores than the clouds'. An object's identity is its ETag, for which it is asked when it is listed,
-since listings have none; on gs:// its time of change to the microsecond, which they have. It is compared after each
-range, since a range has no condition.
+since listings have none; on gs:// its time of change, which is exact there. It is compared after each range, since a
+range has no condition.
 """
 
 from __future__ import annotations

@@ -313,6 +313,15 @@ def test_recipes_that_cannot_help_are_one_line(raw, settings, message):
     assert sorted(path.name for path in raw.iterdir()) == ["raw.jsonl", "recipe.yaml"]
 
 
+@pytest.mark.parametrize("option", ["--held-out", "--decontaminate"])
+@pytest.mark.parametrize("text", ["", '{"text": ""}\n'], ids=["nothing", "no text"])
+def test_files_without_a_document_protect_nothing(raw, option, text):
+    (raw / "other.jsonl").write_text(text)
+    done = run(raw, "--input", "raw.jsonl", "--output", "out", "--tasks", "1", option, "other.jsonl")
+    assert done.returncode == 2 and f"the files of {option} have no document" in done.stderr
+    assert sorted(path.name for path in raw.iterdir()) == ["other.jsonl", "raw.jsonl", "recipe.yaml"]
+
+
 def test_columns_that_a_table_has_not_are_one_line(raw):
     write_other(raw / "a.parquet", crawl())
     write_other(raw / "a.csv", crawl())
