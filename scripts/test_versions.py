@@ -138,7 +138,7 @@ def _run(command: list[str | Path]) -> None:
 
 def installed_versions(python: Path, wanted: list[str]) -> str:
     """Name and version of each requirement, in one line."""
-    command = [python, "-m", "pip", "list", "--disable-pip-version-check", "--format", "json"]
+    command = [str(python), "-m", "pip", "list", "--disable-pip-version-check", "--format", "json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = {_canonical(entry["name"]): entry["version"] for entry in json.loads(done.stdout)}
     names = sorted({Requirement(line).name for line in wanted}, key=str.lower)
@@ -156,7 +156,7 @@ def run_tests(python: Path, results: Path, arguments: list[str]) -> int:
     environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     environment["PATH"] = f"{python.parent}:{environment['PATH']}"
     results.unlink(missing_ok=True)
-    command = [python, "-m", "pytest", *tests, f"--junit-xml={results}", *arguments]
+    command = [str(python), "-m", "pytest", *tests, f"--junit-xml={results}", *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment).returncode
 
 
