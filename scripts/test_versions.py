@@ -171,7 +171,7 @@ def summary(results: Path) -> Iterable[str]:
         tags = {child.tag for child in case}
         outcome = "failed" if tags & {"failure", "error"} else "skipped" if "skipped" in tags else "passed"
         # A file that cannot be imported has a name and no class.
-        module = case.get("classname") or case.get("name", "")
+        module = case.get("classname") or case.get("name") or ""
         name = by_module.get(module, "other tests")
         counts.setdefault(name, Counter())[outcome] += 1
         if outcome == "failed":
