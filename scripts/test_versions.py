@@ -166,6 +166,8 @@ def summary(results: Path) -> Iterable[str]:
     counts: dict[str, Counter[str]] = {}
     failed: dict[str, list[str]] = {}
     for case in ElementTree.parse(results).iter("testcase"):
+        if not case.get("name"):  # it was interrupted
+            continue
         tags = {child.tag for child in case}
         outcome = "failed" if tags & {"failure", "error"} else "skipped" if "skipped" in tags else "passed"
         # A file that cannot be imported has a name and no class.

@@ -101,6 +101,14 @@ def test_tests_that_are_named_run_instead_of_the_core(checkout, monkeypatch, cap
     assert (status, lines) == (0, ["first: 1 passed, 0 failed, 0 skipped"])
 
 
+def test_a_test_that_was_interrupted_counts_as_nothing(tmp_path):
+    """pytest writes it without its name."""
+    (tmp_path / "results.xml").write_text(
+        '<testsuites><testsuite><testcase time="1.5"/></testsuite></testsuites>'
+    )
+    assert list(versions.summary(tmp_path / "results.xml")) == []
+
+
 def test_an_environment_is_made_once_for_its_requirements(tmp_path, monkeypatch):
     """One that could not be made whole is made again."""
     commands = []
