@@ -186,9 +186,9 @@ def main() -> int:
         return 0
     check_at_least(arguments, 1, "megabytes", "workers", "repeats")
     require_writable(work / "text", "--work")
-    for path in (text, tokenizer):
+    for option, path in (("--text", text), ("--tokenizer", tokenizer)):
         if not path.is_file():
-            raise DataError(f"{path} is no file; give one.")
+            raise DataError(f"{option} {path} is no file; give one.")
     work.mkdir(parents=True, exist_ok=True)
     (work / "tokenizer").mkdir(exist_ok=True)
     shutil.copyfile(tokenizer, work / "tokenizer" / "tokenizer.json")
