@@ -152,6 +152,10 @@ MISTAKES = {
     "attention": (["--lengths", "8"], "--lengths is 8; it must be at least 16"),
     "checkpoint": (["--directory", "absent"], "absent does not exist; give --directory an existing one"),
     "collate": (["--no-such"], "unrecognized arguments: --no-such"),
+    "corpus_tools": (
+        ["--text", "absent", "--tokenizer", "absent", "--work", "work"],
+        "--text absent is no file; give one",
+    ),
     "dataset": (["--directory", "absent"], "absent does not exist; give --directory an existing one"),
     "encoders": (["--text", "absent", "--tokenizer", "absent"], "--text absent: "),
     "finetune": (["--length", "8"], "--length is 8; it must be at least 64"),

@@ -165,9 +165,8 @@ class BucketStore:
 
     def _present(self, system: pyarrow.fs.FileSystem, key: str, info: Any = None) -> tuple[int, str]:
         """Size and identity of an object. Args: info: of a listing just now. Raises FileNotFoundError."""
-        if (
-            self.bucket.kind == "gs"
-        ):  # its times are exact, and pyarrow opens an object by a request of all its bytes
+        # Times of gs:// are exact, and pyarrow opens an object there by a request of all its bytes.
+        if self.bucket.kind == "gs":
             info = info or system.get_file_info(self._path(key))
             if not info.is_file:
                 raise FileNotFoundError
