@@ -129,7 +129,7 @@ TABLE = [
     Row("python tests/support/parity.py", "tests/train/test_parity.py: hours"),
     Row("python tests/support/planted.py", "tests/test_planted.py: hours"),
     Row("python scripts/gpu_day.py", "tests/scripts/test_gpu_day.py: needs a GPU"),
-    Row("python scripts/test_versions.py", "tests/scripts/test_versions_script.py: installs gigabytes"),
+    Row("python scripts/check_versions.py", "tests/scripts/test_check_versions.py: installs gigabytes"),
     Row("python -m pytest", "it is what runs this"),
     Row("python -m mkdocs", "tests/test_site.py"),
     Row("mpirun", "tests/data/build, with --mpi: needs an MPI"),

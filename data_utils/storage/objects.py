@@ -126,10 +126,11 @@ def with_present_identities(recorded: Any, present: Sequence[Sequence[Any]]) -> 
     """
     if not isinstance(recorded, list) or len(recorded) != len(present):
         return recorded
-    return [
-        list(now) if then == [*now[:2], str(now[2]).partition(", ")[0]] else then
-        for then, now in zip(recorded, present, strict=True)
-    ]
+
+    def is_known(then: Any, now: Sequence[Any]) -> bool:
+        return len(now) == 3 and then == [*now[:2], str(now[2]).partition(", ")[0]]
+
+    return [list(now) if is_known(then, now) else then for then, now in zip(recorded, present, strict=True)]
 
 
 def patiently(label: str, patience: Patience, attempt: Callable[[], _Result]) -> _Result:

@@ -102,7 +102,7 @@ def sort_options(options: Mapping[str, Any]) -> SortedOptions:
         if key in seen or (option is not None and (value is None or value == "auto")):
             continue
         seen[key] = written, value
-        is_foreign = option is None and not isinstance(value, Mapping)
+        is_foreign = option is None and not isinstance(value, Mapping) and key not in _TOP_LEVEL
         argument = find_argument(key.replace("-", "_")) if is_foreign else None
         if argument is not None:
             remedy = f"set {argument.key} instead, and remove it" if argument.setting else argument.note

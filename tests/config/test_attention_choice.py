@@ -214,7 +214,13 @@ def test_a_cpu_has_no_implementation_to_choose(settings, tmp_path, name):
         ("a100", ["model.relative=buckets"], "by kernels of this program (model.relative is buckets)"),
         (
             "a100",
-            ["model.relative=buckets", "model.decoder_layers=2", "objectives={t5: 1}"],
+            [
+                "model.relative=buckets",
+                "model.positions=none",
+                "model.block_positions=added",
+                "model.decoder_layers=2",
+                "objectives={t5: 1}",
+            ],
             "by kernels of this program (model.relative is buckets), the rest by fa2 (compute capability 8.0)",
         ),
     ],

@@ -13,7 +13,7 @@ from support.commands import forked, python
 from support.project import ROOT
 
 from data_utils.common.errors import ConfigError
-from scripts import test_versions as versions
+from scripts import check_versions as versions
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 MODULES = {
@@ -47,7 +47,7 @@ def test_the_python_of_an_end(end, command):
 def test_a_python_that_is_missing_or_not_allowed_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r">=4; .*--python"):
         versions.check_python(sys.executable, ">=4")
-    done = forked("scripts/test_versions.py", "newest", "--python", tmp_path / "absent")
+    done = forked("scripts/check_versions.py", "newest", "--python", tmp_path / "absent")
     assert done.returncode == 2 and "absent" in done.stderr and "--python" in done.stderr
 
 
@@ -79,7 +79,7 @@ def checkout(tmp_path, monkeypatch):
 
 def start(monkeypatch, capfd, *arguments):
     """Exit status, and the printed lines from the first list on."""
-    monkeypatch.setattr(sys, "argv", ["test_versions.py", "oldest", "--python", sys.executable, *arguments])
+    monkeypatch.setattr(sys, "argv", ["check_versions.py", "oldest", "--python", sys.executable, *arguments])
     status = versions.main()
     before, _, lists = capfd.readouterr().out.rpartition("\noldest: ")
     assert before and lists.startswith("Python ")
@@ -136,5 +136,5 @@ def test_an_environment_is_made_once_for_its_requirements(tmp_path, monkeypatch)
 @pytest.mark.index
 @pytest.mark.parametrize("end", ["oldest", "newest"])
 def test_the_core_passes_at(end):
-    done = python("scripts/test_versions.py", end)
+    done = python("scripts/check_versions.py", end)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -1,8 +1,8 @@
 """Run the core of the tests with the oldest or the newest packages that pyproject.toml allows.
 
-    python scripts/test_versions.py oldest
-    python scripts/test_versions.py newest --python ~/.pyenv/versions/3.13.0/bin/python
-    python scripts/test_versions.py newest -- tests/train/test_engine.py -x
+    python scripts/check_versions.py oldest
+    python scripts/check_versions.py newest --python ~/.pyenv/versions/3.13.0/bin/python
+    python scripts/check_versions.py newest -- tests/train/test_engine.py -x
 
 The oldest are the lower bound of each range on the oldest Python, the newest what pip chooses now on the newest one.
 They are installed once, in build/versions/oldest and build/versions/newest (up to 8 GB, because the newest torch brings
