@@ -179,7 +179,8 @@ def test_an_adapter_of_the_hub_keeps_the_name_of_its_base_model(hub, tmp_path):
         "adapter_model.safetensors": save(tensors),
     }
     hub.commit("a/adapter", files)
-    done = imported("a/adapter", tmp_path / "b", "--base", base)
+    there = tmp_path / "b"
+    done = forked(CONVERT, "import", "--input", "a/adapter", "--output", there / "run", "--base", base, cwd=there)
     assert done.returncode == 0, done.stderr
     run = tmp_path / "b/run"
     kept = {name: json.loads((run / f"{name}.json").read_text()) for name in ("source", "adapter_source")}
