@@ -180,7 +180,9 @@ def test_an_adapter_of_the_hub_keeps_the_name_of_its_base_model(hub, tmp_path):
     }
     hub.commit("a/adapter", files)
     there = tmp_path / "b"
-    done = forked(CONVERT, "import", "--input", "a/adapter", "--output", there / "run", "--base", base, cwd=there)
+    done = forked(
+        CONVERT, "import", "--input", "a/adapter", "--output", there / "run", "--base", base, cwd=there
+    )
     assert done.returncode == 0, done.stderr
     run = tmp_path / "b/run"
     kept = {name: json.loads((run / f"{name}.json").read_text()) for name in ("source", "adapter_source")}
