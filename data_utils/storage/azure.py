@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from data_utils.common.errors import ConfigError
 
@@ -90,6 +90,10 @@ def _connection() -> Mapping[str, str]:
         return {}
     parts = (part.strip().partition("=") for part in text.split(";") if part.strip())
     values = {name.lower(): value for name, _, value in parts}
+    # One with a shared access signature, as Azure's portal writes it, names the account only in the host.
+    name, _, rest = _split(values.get("blobendpoint", "")).netloc.partition(".")
+    if not values.get("accountname") and rest.startswith("blob."):
+        values["accountname"] = name
     if not values.get("accountname"):
         raise ConfigError(
             f"{CONNECTION_STRING} has no AccountName; copy it from the storage account's page (Access keys), or add "
@@ -100,7 +104,7 @@ def _connection() -> Mapping[str, str]:
 
 def _authorities(endpoint: str, account: str) -> tuple[str, str, str]:
     """Scheme and hosts of blobs and of data lakes, as pyarrow takes them: one that begins with . follows a name."""
-    parts = urlsplit(endpoint)
+    parts = _split(endpoint)
     if parts.scheme in ("http", "https") and parts.netloc:
         if parts.netloc.startswith(f"{account}.") and parts.path in ("", "/"):
             blob = parts.netloc[len(account) :]
@@ -111,6 +115,14 @@ def _authorities(endpoint: str, account: str) -> tuple[str, str, str]:
         f"BlobEndpoint of {CONNECTION_STRING} is neither https://{account}.HOST nor https://HOST/{account}; give "
         "the one that the store documents."
     )
+
+
+def _split(endpoint: str) -> SplitResult:
+    """The parts of a URL; empty ones of a text that is none."""
+    try:
+        return urlsplit(endpoint)
+    except ValueError:  # such as an IPv6 address without its end
+        return urlsplit("")
 
 
 def _check_key(key: str | None, name: str) -> None:

@@ -204,6 +204,7 @@ def test_ways_to_name_an_account_of_azure(monkeypatch, azure):
         ({"AccountName": None}, "no AccountName"),
         ({"AccountKey": "CANARY not base64"}, "AccountKey"),
         ({"BlobEndpoint": "ftp://127.0.0.1/x?CANARY"}, "BlobEndpoint"),
+        ({"BlobEndpoint": "http://[CANARY"}, "BlobEndpoint"),
     ],
 )
 def test_a_connection_string_of_another_form_is_one_line(monkeypatch, azure, change, words):
@@ -229,6 +230,11 @@ def test_clouds_of_azure(monkeypatch):
         ("abfs://c@account.dfs.core.chinacloudapi.cn/a.jsonl", ""),
         ("az://c/a.jsonl", "AccountName=account;EndpointSuffix=core.chinacloudapi.cn"),
         ("az://c/a.jsonl", "AccountName=account;BlobEndpoint=https://account.blob.core.chinacloudapi.cn/"),
+        # With a shared access signature Azure's portal writes no AccountName.
+        (
+            "az://c/a.jsonl",
+            "BlobEndpoint=https://account.blob.core.chinacloudapi.cn/;SharedAccessSignature=sv=1&sig=x%3D",
+        ),
     ):
         monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", connection)
         with pytest.raises(AttributeError):  # of None, which is no file system
