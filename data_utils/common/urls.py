@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from urllib.parse import SplitResult, urlsplit
 
 # A scheme has two letters or more, so that no drive letter is one; and a bound, without which the search takes the
 # square of the length of a text.
@@ -15,6 +16,14 @@ _OBJECT_STORES = ("s3", "gs", "gcs", "az", "abfs", "abfss", "hf")
 def is_url(text: object) -> bool:
     """Whether a file's name is a URL: no path of this machine is taken for one."""
     return _URL.match(str(text)) is not None
+
+
+def split_url(text: str) -> SplitResult:
+    """The parts of a URL; empty ones of a text that is none."""
+    try:
+        return urlsplit(text)
+    except ValueError:  # such as an IPv6 address without its end
+        return urlsplit("")
 
 
 def without_secrets(text: str) -> str:

@@ -12,9 +12,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
 
 from data_utils.common.errors import ConfigError
+from data_utils.common.urls import split_url
 
 CONNECTION_STRING = "AZURE_STORAGE_CONNECTION_STRING"
 # Of Azure's clouds. Another host gets a key or signature only where the environment names it, not a URL in a recipe.
@@ -91,7 +91,7 @@ def _connection() -> Mapping[str, str]:
     parts = (part.strip().partition("=") for part in text.split(";") if part.strip())
     values = {name.lower(): value for name, _, value in parts}
     # One with a shared access signature, as Azure's portal writes it, names the account only in the host.
-    name, _, rest = _split(values.get("blobendpoint", "")).netloc.partition(".")
+    name, _, rest = split_url(values.get("blobendpoint", "")).netloc.partition(".")
     if not values.get("accountname") and rest.startswith("blob."):
         values["accountname"] = name
     if not values.get("accountname"):
@@ -104,7 +104,7 @@ def _connection() -> Mapping[str, str]:
 
 def _authorities(endpoint: str, account: str) -> tuple[str, str, str]:
     """Scheme and hosts of blobs and of data lakes, as pyarrow takes them: one that begins with . follows a name."""
-    parts = _split(endpoint)
+    parts = split_url(endpoint)
     if parts.scheme in ("http", "https") and parts.netloc:
         if parts.netloc.startswith(f"{account}.") and parts.path in ("", "/"):
             blob = parts.netloc[len(account) :]
@@ -115,14 +115,6 @@ def _authorities(endpoint: str, account: str) -> tuple[str, str, str]:
         f"BlobEndpoint of {CONNECTION_STRING} is neither https://{account}.HOST nor https://HOST/{account}; give "
         "the one that the store documents."
     )
-
-
-def _split(endpoint: str) -> SplitResult:
-    """The parts of a URL; empty ones of a text that is none."""
-    try:
-        return urlsplit(endpoint)
-    except ValueError:  # such as an IPv6 address without its end
-        return urlsplit("")
 
 
 def _check_key(key: str | None, name: str) -> None:

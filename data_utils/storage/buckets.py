@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import urlsplit
 
 from data_utils.common.errors import ConfigError, DataError
-from data_utils.common.urls import without_secrets
+from data_utils.common.urls import split_url, without_secrets
 from data_utils.storage import azure, globs, objects
 from data_utils.storage.objects import Patience, RefusedError, StoredObject, TemporaryError, patiently
 
@@ -253,7 +252,7 @@ def _emulator(endpoint: str | None) -> dict[str, Any]:
     """The options of another store than Google's, without credentials, as its SDKs read the variable."""
     if endpoint is None:
         return {}
-    parts = urlsplit(endpoint if "://" in endpoint else f"http://{endpoint}")
+    parts = split_url(endpoint if "://" in endpoint else f"http://{endpoint}")
     if (
         parts.scheme not in ("http", "https")
         or not parts.netloc

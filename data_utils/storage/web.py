@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from data_utils.common.errors import DataError
-from data_utils.common.urls import without_secrets
+from data_utils.common.urls import split_url, without_secrets
 from data_utils.storage import objects
 from data_utils.storage.objects import Patience, RefusedError, StoredObject, TemporaryError, patiently
 
@@ -52,6 +52,8 @@ def list_web(url: str) -> list[StoredObject]:
             f"input {start}: the URL has white space or a quote in it; write %20, %27 or %22 instead."
         )
     label = without_secrets(url)
+    if not split_url(url).hostname:
+        raise DataError(f"input {label} names no host; write https://HOST/NAME.")
     if "*" in label:
         raise DataError(
             f"input {label}: a web server lists no files, so * has no meaning there; give each URL."

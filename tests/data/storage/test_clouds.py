@@ -245,7 +245,9 @@ def test_clouds_of_azure(monkeypatch):
         assert hosts == (".blob.core.chinacloudapi.cn", ".dfs.core.chinacloudapi.cn")
 
 
-@pytest.mark.parametrize("endpoint", ["ftp://host", "http://", "http://user:CANARY@host", "http://host/x"])
+@pytest.mark.parametrize(
+    "endpoint", ["ftp://host", "http://", "http://[x", "http://user:CANARY@host", "http://host/x"]
+)
 def test_an_emulator_of_another_form_is_one_line(monkeypatch, endpoint):
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", endpoint)
     with pytest.raises(UserError, match="STORAGE_EMULATOR_HOST") as error:

@@ -189,12 +189,14 @@ def test_two_files_of_one_name_are_refused_and_one_given_twice_is_read_once(capl
     [
         "https://host.invalid/a.jsonl",
         "http://127.0.0.1:bad/a.jsonl",
+        "https://[x/a.jsonl",
+        "https:///a.jsonl",
         "https://x/*.jsonl",
         "https://x/a b.jsonl?sig=CANARY",
     ],
 )
 def test_urls_that_cannot_be_read_are_one_line(url):
-    with pytest.raises(UserError, match=r"check the URL|give each URL|write %20") as error:
+    with pytest.raises(UserError, match=r"check the URL|names no host|give each URL|write %20") as error:
         expand_inputs([url])
     assert "CANARY" not in str(error.value)
 
