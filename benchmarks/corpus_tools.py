@@ -46,31 +46,15 @@ def commands(work: Path, text: Path, arguments: argparse.Namespace) -> dict[str,
     workers, tokenizer = str(arguments.workers), str(work / "tokenizer" / "tokenizer.json")
     itself = [sys.executable, str(Path(__file__).resolve()), "--text", str(text), "--tokenizer", tokenizer]
     itself += ["--work", str(work), "--workers", workers, "--tool"]
-    found = {
-        "ours": [
-            *(
-                sys.executable,
-                str(ROOT / "scripts" / "preprocess_data.py"),
-                "--input",
-                str(text),
-                "--workers",
-                workers,
-            ),
-            *("--output", str(work / "ours"), "--overwrite", "--tokenizer-kind", "hf_json"),
-            *("--tokenizer-path", tokenizer),
-        ]
-    }
+    ours = [sys.executable, str(ROOT / "scripts" / "preprocess_data.py"), "--input", str(text)]
+    ours += ["--output", str(work / "ours"), "--overwrite", "--workers", workers]
+    ours += ["--tokenizer-kind", "hf_json", "--tokenizer-path", tokenizer]
+    found = {"ours": ours}
     if arguments.megatron_lm:
-        found["megatron-lm"] = [
-            *(
-                sys.executable,
-                str(Path(arguments.megatron_lm) / "tools" / "preprocess_data.py"),
-                "--input",
-                str(text),
-            ),
-            *("--output-prefix", str(work / "megatron"), "--workers", workers),
-            *("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(work / "tokenizer")),
-        ]
+        script = Path(arguments.megatron_lm) / "tools" / "preprocess_data.py"
+        megatron = [sys.executable, str(script), "--input", str(text), "--workers", workers]
+        megatron += ["--output-prefix", str(work / "megatron"), "--tokenizer-type", "HuggingFaceTokenizer"]
+        found["megatron-lm"] = [*megatron, "--tokenizer-model", str(work / "tokenizer")]
     for name in ("datatrove", "datasets"):
         if importlib.util.find_spec(name) is not None:
             found[name] = [*itself, name]

@@ -26,6 +26,8 @@ pages shared between processes counted once. Compilation happens once per machin
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import gzip
 import html
 import importlib.util
@@ -86,6 +88,7 @@ TRAINING_BYTES = 6_000_000
 DOCUMENT_CHARACTERS = 4_000  # a file is cut at the next empty line after so many
 TEXT_SUFFIXES = (".html", ".htm", ".txt", ".pod", ".rst", ".dict.dz", ".xhp")
 MAN_PAGE = re.compile(r"\.\d[a-z]*(\.gz)?$")
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 POLL_SECONDS = 0.2  # reading the memory of a process takes milliseconds
 
 
@@ -204,6 +207,7 @@ class Run:
     """One command: wall and CPU seconds, peak memory of its process tree, standard output."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str] | None = None):
+        adopt_orphans()
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         start = time.perf_counter()
         process = subprocess.Popen(
@@ -219,6 +223,7 @@ class Run:
         self.output, errors = process.communicate()
         self.seconds = time.perf_counter() - start
         watcher.join()
+        wait_for_orphans()
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         self.cpu_seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         if process.returncode:
@@ -229,6 +234,22 @@ class Run:
         while process.poll() is None:
             self.peak_bytes = max(self.peak_bytes, tree_bytes(process.pid))
             time.sleep(POLL_SECONDS)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of descendants whose own parent ends before them.
+
+    The fork server of multiprocessing ends after the command that started it, and the times of its workers would be
+    lost with it.
+    """
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+def wait_for_orphans() -> None:
+    with contextlib.suppress(ChildProcessError):  # none is left
+        while True:
+            os.waitpid(-1, 0)
 
 
 def tree_bytes(pid: int) -> int:
