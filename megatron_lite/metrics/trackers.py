@@ -73,15 +73,24 @@ def require_trackers(trackers: TrackersConfig) -> None:
                 f"trackers.{section} is set, but the package {section} is not installed; pip install {package}, or set "
                 f"trackers.{section}=null."
             )
-    if trackers.wandb is not None and trackers.wandb.mode == "online":
-        _silence()
-        import wandb
+    if trackers.wandb is None:
+        return
+    _silence()
+    import wandb
 
-        if not wandb.api.api_key:  # it would ask on a terminal, in the middle of the start
-            raise TrackerError(
-                "trackers.wandb.mode is online, but there is no key of Weights & Biases; run `wandb login` once, set "
-                "WANDB_API_KEY, or set trackers.wandb.mode=offline."
-            )
+    try:
+        _wandb_settings(trackers.wandb)
+    except ValueError as error:  # its records would all fail, after hours
+        raise TrackerError(
+            f"trackers.wandb is set, but wandb {wandb.__version__} lacks a setting that this program needs "
+            f"({one_line(error)}); pip install 'wandb>=0.27', or set trackers.wandb=null."
+        ) from None
+    if trackers.wandb.mode == "online" and not wandb.api.api_key:
+        # It would ask on a terminal, in the middle of the start.
+        raise TrackerError(
+            "trackers.wandb.mode is online, but there is no key of Weights & Biases; run `wandb login` once, set "
+            "WANDB_API_KEY, or set trackers.wandb.mode=offline."
+        )
 
 
 def make_trackers(config: Config, continues: bool) -> list[Background]:
@@ -206,6 +215,17 @@ class RunId:
         write_atomically(self._path, json.dumps({"id": value, "place": self._place}).encode())
 
 
+def _wandb_settings(config: WandbConfig) -> Any:
+    """Raises ValueError where the installed release lacks one."""
+    import wandb
+
+    return wandb.Settings(
+        mode="online" if config.mode == "online" else "offline", console="off", silent=True,
+        save_code=False, disable_code=True, disable_git=True, x_disable_machine_info=True,
+        x_disable_meta=True, x_disable_stats=True, x_save_requirements=False, finish_timeout=CLOSE_SECONDS / 2,
+    )  # fmt: skip
+
+
 class Wandb:
     name = "Weights & Biases"
 
@@ -238,12 +258,7 @@ class Wandb:
             dir=str(self._directory),
             config=dict(self._settings),
             allow_val_change=True,
-            settings=wandb.Settings(
-                mode="online" if config.mode == "online" else "offline", console="off", silent=True,
-                save_code=False, disable_code=True, disable_git=True, x_disable_machine_info=True,
-                x_disable_meta=True, x_disable_stats=True, x_save_requirements=False,
-                finish_timeout=CLOSE_SECONDS / 2,
-            ),
+            settings=_wandb_settings(config),
         )  # fmt: skip
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")

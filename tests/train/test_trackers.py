@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import psutil
+import pydantic
 import pytest
 import yaml
 from support.commands import assert_refused, forked
@@ -156,6 +157,21 @@ def test_a_missing_package_is_refused_by_name(corpus, tmp_path, package, monkeyp
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
     with pytest.raises(TrackerError, match=f"package {package} is not installed; pip install {package}"):
+        require_trackers(config.trackers)
+
+
+def test_an_older_wandb_is_refused_before_the_run(corpus, tmp_path, monkeypatch):
+    class Settings(pydantic.BaseModel, extra="allow"):
+        @pydantic.model_validator(mode="before")
+        @classmethod
+        def _without_finish_timeout(cls, values):  # as before 0.27
+            if "finish_timeout" in values:
+                raise ValueError("finish_timeout: Extra inputs are not permitted")
+            return values
+
+    config = configured(corpus, tmp_path, wandb=both(tmp_path)["wandb"])
+    monkeypatch.setattr("wandb.Settings", Settings)
+    with pytest.raises(TrackerError, match=r"lacks a setting.*finish_timeout.*pip install 'wandb>=0.27'"):
         require_trackers(config.trackers)
 
 
