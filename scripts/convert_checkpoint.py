@@ -273,6 +273,8 @@ def what_follows(path: Path) -> list[str]:
     given += [] if tokenizer.vocab_size is None else ["--vocab-size", str(tokenizer.vocab_size)]
     given += ["--cased"] * (tokenizer.kind == "bert_wordpiece" and not tokenizer.lowercase)
     given += ["--shared-command-tokens"] * (not tokenizer.fixed_command_tokens)
+    for role, token in tokenizer.roles.items():
+        given += ["--token-role", f"{role}={token}"]
     corpus = ["python", "scripts/preprocess_data.py", "--input", "FILE", "--output", "data/corpus", *given]
     train = ["python", "pretrain_glm.py", "--config", str(path), "data.train=[{prefix: data/corpus}]"]
     return [*lines, f"next: {shlex.join(corpus)}", f"then: {shlex.join(train)}"]

@@ -76,6 +76,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--cased", action="store_true", help="bert_wordpiece: keep upper case and accents")
     text = "sentencepiece: gMASK shares the id of eop, as in GLM-10B-Chinese"
     add("--shared-command-tokens", action="store_true", help=text)
+    text = "hf_json: the token of a role, as tokenizer.roles of the run; repeatable"
+    add("--token-role", type=token_role, action="append", default=[], metavar="ROLE=TOKEN", help=text)
     text = (
         "what encodes texts, with the same ids and so the same output: auto (the compiled encoder, else the "
         "tokenizer's library), or one that is refused where it cannot; gigatoken and nanotoken are packages "
@@ -154,6 +156,13 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def token_role(text: str) -> tuple[str, str]:
+    role, equals, token = text.partition("=")
+    if not equals or not token:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ROLE=TOKEN, for example 'eos=<|im_end|>'")
+    return role, token
+
+
 def make_config(arguments: argparse.Namespace) -> BuildConfig:
     for option in ("workers", "shard_megabytes"):
         if (value := getattr(arguments, option)) < 1:
@@ -184,6 +193,7 @@ def make_dataset(arguments: argparse.Namespace, ranks: Ranks) -> None:
         vocab_size=arguments.vocab_size,
         lowercase=not arguments.cased,
         fixed_command_tokens=not arguments.shared_command_tokens,
+        roles=dict(arguments.token_role),
     ).local()  # here, not in each worker
     make_tokenizer = partial(load_tokenizer, tokenizer, arguments.encoder)
     vocabulary_once = cache(lambda: vocabulary_of(load_tokenizer(tokenizer)))

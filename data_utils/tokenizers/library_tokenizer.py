@@ -52,6 +52,8 @@ class HuggingFaceTokenizer(Tokenizer):
             options = {"lowercase": config.lowercase}
         elif role_names.items() >= ROBERTA_NAMES.items():
             options = {"names": "roberta"}
+        if config.roles:
+            options = {**(options or {}), "roles": dict(config.roles)}
         self.fingerprint = fingerprint(config, files, options)
         known = {role: ids[name] for role, name in role_names.items()}
         names = {ids[name]: name for name in (*hidden, *role_names.values())}

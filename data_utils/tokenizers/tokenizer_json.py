@@ -11,7 +11,7 @@ import orjson
 import tokenizers
 
 from data_utils.common.errors import DataError
-from data_utils.common.setting_files import one_line
+from data_utils.common.setting_files import one_line, shown
 from data_utils.tokenizers.library_tokenizer import HIDDEN, HuggingFaceTokenizer
 from data_utils.tokenizers.published_tokens import named_roles
 from data_utils.tokenizers.tokenizer import Tokenizer
@@ -51,6 +51,13 @@ def load_hf_json(config: TokenizerConfig, files: Mapping[str, bytes]) -> Tokeniz
     merged = merge_results(model, path)
     candidates = (ids.keys() - merged) | added_names
     role_names, unused = named_roles(candidates, model.get("type") == "BPE", config.added_tokens)
+    for role, name in config.roles.items():
+        if name not in candidates:
+            raise DataError(
+                f"tokenizer.roles.{role} is {shown(name)}, but {path} has no such special token; take one of it, or "
+                "leave the role out."
+            )
+    role_names |= config.roles
     hidden = {token["content"] for token in added if token.get("special")} | set(role_names.values()) | unused
     if hidden & merged:
         raise DataError(f"{path}: special token {min(hidden & merged)!r} is also a merge result; rename it.")

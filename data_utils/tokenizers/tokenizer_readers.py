@@ -11,13 +11,13 @@ from typing import Any
 
 import orjson
 
-from data_utils.common.errors import DataError
+from data_utils.common.errors import ConfigError, DataError
 from data_utils.common.hub import HubName, fetch_small, hub_name
-from data_utils.common.setting_files import one_line
-from data_utils.common.settings import REQUIRED, checked, setting
+from data_utils.common.setting_files import one_line, shown
+from data_utils.common.settings import REQUIRED, checked, setting, setting_mapping
 from data_utils.common.untrusted import read_bounded
 from data_utils.tokenizers.byte_symbols import byte_symbols
-from data_utils.tokenizers.special_tokens import ADDED_TOKENS
+from data_utils.tokenizers.special_tokens import ADDED_TOKENS, SPECIAL_NAMES
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +73,26 @@ class TokenizerConfig:
         "sentencepiece: gMASK has its own id (GLM-large-Chinese); false = it shares the id of eop "
         "(GLM-10B-Chinese).",
     )
+    roles: dict[str, str] = setting_mapping(
+        "hf_json: role -> token, for special tokens whose names are not those of docs/tokenizers.md, for example "
+        "{eos: <|im_end|>}."
+    )
+
+    def __post_init__(self) -> None:
+        if self.roles and self.kind != "hf_json":
+            raise ConfigError(
+                f"tokenizer.roles is set, but in files of tokenizer.kind {self.kind} each role has one name; leave it "
+                "out."
+            )
+        for role, token in self.roles.items():
+            if role not in SPECIAL_NAMES:
+                raise ConfigError(
+                    f"tokenizer.roles has {shown(role)}; it must be one of {', '.join(SPECIAL_NAMES)}."
+                )
+            if not isinstance(token, str):
+                raise ConfigError(
+                    f"tokenizer.roles.{role} is {shown(token)}; it must be the token as text, in quotes."
+                )
 
     @property
     def hub_name(self) -> HubName | None:

@@ -9,10 +9,13 @@ import transformers
 import yaml
 from support.commands import forked
 from support.project import ROOT
+from support.published import random_model
 from support.published_files import write_directory, write_released
 from support.published_tokenizers import SCRIPTS
+from support.tokenizer_files import byte_bpe_json
 
 from data_utils.common.setting_files import load_yaml
+from data_utils.dataset.indexed_dataset import IndexedDataset
 from megatron_lite.hf.published.systems import SYSTEMS_BY_NAME
 from megatron_lite.hf.published.usual import with_objective
 
@@ -174,3 +177,52 @@ def test_the_commands_of_an_imported_task_head_run(tmp_path):
         succeeded([part.replace("FILE", str(rows)) for part in line_of(imported, beginning)])
     results = json.loads((tmp_path / "run-tuned/results.json").read_text())
     assert str(rows) in json.dumps(results)
+
+
+BEGIN, END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_special_tokens_of_unusual_names_are_those_of_the_class(begins, tmp_path):
+    """As in DeepSeek's Llamas; a beginning that the class does not put before a text is none."""
+    source, run = tmp_path / "released", tmp_path / "run"
+    source.mkdir()
+    described = byte_bpe_json([BEGIN, END])
+    ids = {name: described["model"]["vocab"][name] for name in (BEGIN, END)}
+    special = {BEGIN: {"id": BEGIN, "ids": [ids[BEGIN]], "tokens": [BEGIN]}}
+    single = [{"SpecialToken": {"id": BEGIN, "type_id": 0}}] * begins + [
+        {"Sequence": {"id": "A", "type_id": 0}}
+    ]
+    pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
+    described["post_processor"] = {
+        "type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special,
+    }  # fmt: skip
+    (source / "tokenizer.json").write_text(json.dumps(described))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BEGIN, "eos_token": END}
+    (source / "tokenizer_config.json").write_text(json.dumps(named))
+    of_config = {"bos_token_id": ids[BEGIN], "eos_token_id": ids[END]}
+    model = random_model("llama", vocab_size=len(described["model"]["vocab"]), max_position_embeddings=64)
+    model.config.update(of_config)
+    model.save_pretrained(source)
+
+    imported = succeeded(
+        ["python", "scripts/convert_checkpoint.py", "import", "--input", source, "--output", run]
+    )
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["tokenizer"]["roles"] == ({"eos": END, "cls": BEGIN} if begins else {"eos": END})
+    assert config["causal"]["begin"] == ("cls" if begins else "none")
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in SCRIPTS * 20))
+    places = {"FILE": str(tmp_path / "text.jsonl"), "data/corpus": str(tmp_path / "corpus")}
+    succeeded([places.get(part, part) for part in line_of(imported, "next")])
+    dataset = IndexedDataset(tmp_path / "corpus")
+    assert {int(dataset.document(i)[-1]) for i in range(len(dataset))} == {ids[END]}
+    train = [part.replace("data/corpus", places["data/corpus"]) for part in line_of(imported, "then")]
+    succeeded([*train, "training.steps=2", "batch.global_batch_size=8", "run.tensorboard=false"])
+    exported = tmp_path / "exported"
+    succeeded(
+        ["python", "scripts/convert_checkpoint.py", "export", "--checkpoint", run, "--output", exported]
+    )
+    written = json.loads((exported / "config.json").read_text())
+    assert {key: written[key] for key in of_config} == of_config
+    theirs, ours = (transformers.AutoTokenizer.from_pretrained(path) for path in (source, exported))
+    assert theirs("a b")["input_ids"] == ours("a b")["input_ids"]

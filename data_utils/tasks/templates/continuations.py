@@ -137,12 +137,12 @@ class Continuations:
             following = list(self._encode(continuation))
         if not following:
             raise DataError(f"the continuation {shown(continuation)} has no token; correct the task.")
-        if not tokens and self.format_name == "causal" and not self.first_token and not self.inputs.start:
+        if not tokens and self.format_name == "causal" and not self._before(tokens):
             raise DataError(
-                f"the continuation {shown(continuation)} has no context, and the vocabulary has no start token; "
-                "give it a context."
+                f"the continuation {shown(continuation)} has no context, and the vocabulary has neither a start nor "
+                "an end token; give it a context."
             )
-        max_tokens = self._max_context(len(following))
+        max_tokens = self._max_context(tokens, len(following))
         if max_tokens < 0:
             raise DataError(
                 f"the continuation {shown(continuation)} has {len(following)} tokens, but only "
@@ -189,14 +189,24 @@ class Continuations:
             return context_ids, ids[len(context_ids) :]
         return context_ids, self.inputs.tokenizer.encode(following)
 
-    def _max_context(self, following: int) -> int:
+    def _before(self, context: Sequence[int]) -> list[int]:
+        """Causal: the token before a context.
+
+        Where training puts none (Qwen), an empty context is the end of a text, as in lm_eval: else nothing would
+        predict the first token.
+        """
+        if context:
+            return [] if self.no_start else self.inputs.start
+        return self.inputs.start or self.inputs.ended([])
+
+    def _max_context(self, context: Sequence[int], following: int) -> int:
         """Most tokens of a context before a continuation of `following` tokens; negative if that does not fit."""
         input_format, end = self.inputs.input_format, int(self.score_end)
         if input_format.name == "encoder_decoder":
             left = self.max_length - 1 - input_format.predict_cls - following  # of the decoder's positions
             return left if left < 0 else self.max_length - overhead(input_format)
         if input_format.name == "causal":
-            start = int(bool(self.inputs.start) and not self.no_start)
+            start = len(self._before(context))
             max_tokens = self.max_length + 1 - start - following - end
             # Without a start the context has a token, or nothing predicts the first.
             return max_tokens if max_tokens or start else -1
@@ -238,8 +248,8 @@ class Continuations:
         if self.format_name in ("causal", "prefix") and self.score_end:
             following = inputs.ended(following)
         if self.format_name == "causal":
-            start = [] if self.no_start and context else inputs.start
-            return left_to_right([*context, *following], len(following), start, input_format.loss())
+            before = self._before(context)
+            return left_to_right([*context, *following], len(following), before, input_format.loss())
         if self.format_name == "prefix":
             return after_prefix([special.cls, *context], special.sop, following, input_format.loss())
         if self.format_name == "xlnet":

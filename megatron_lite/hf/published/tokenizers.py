@@ -76,9 +76,13 @@ def import_tokenizer(source: Path, directory: Path, options: Mapping[str, Any]) 
             section = {**candidate, **options}
             try:
                 tokenizer = load_tokenizer(build(TokenizerConfig, section, "tokenizer."))
-                compare(tokenizer, theirs).require(
-                    f"{source} by tokenizer.kind {tokenizer.config.kind}", remedy
-                )
+                what = f"{source} by tokenizer.kind {tokenizer.config.kind}"
+                compare(tokenizer, theirs).require(what, remedy)
+                roles = _roles_by_class(tokenizer, theirs) if candidate["kind"] == "hf_json" else {}
+                if roles and "roles" not in options:
+                    section["roles"] = roles
+                    tokenizer = load_tokenizer(build(TokenizerConfig, section, "tokenizer."))
+                    compare(tokenizer, theirs).require(what, "set tokenizer.roles={}.")
                 return section
             except (DataError, CheckpointError) as error:
                 # What transformers makes of the files fails for the tokenizer itself, others may for their kind.
@@ -92,6 +96,24 @@ def import_tokenizer(source: Path, directory: Path, options: Mapping[str, Any]) 
     if refusal is None:
         raise ConfigError(f"{source} has no files for tokenizer.kind {shown(kind)}; leave it out.")
     raise type(refusal)(reason)
+
+
+def _roles_by_class(tokenizer: Tokenizer, theirs: TokenizersBackend) -> dict[str, str]:
+    """Roles that the tokenizer has found no name for, and the token that transformers' class has for each.
+
+    A beginning of texts counts only where the class puts it before a text: other files name a token that their model
+    has never seen there (SmolLM2).
+    """
+    named = {
+        "eos": theirs.eos_token,
+        "sep": theirs.sep_token,
+        "mask": theirs.mask_token,
+        "cls": theirs.cls_token,
+    }
+    if theirs.bos_token is not None and encoded(theirs, ["a"])[0][:1] == [theirs.bos_token_id]:
+        named["cls"] = theirs.bos_token
+    added = {token.content for token in theirs.added_tokens_decoder.values()}
+    return {role: str(name) for role, name in named.items() if role in tokenizer.lacking and name in added}
 
 
 def require_same_ids(key: str, tokenizer: Tokenizer, source: Path, copies: Path) -> None:

@@ -19,8 +19,10 @@ from support.tokenizer_files import (
     write_gpt2,
 )
 
+from data_utils.common.errors import UserError
+from data_utils.common.settings import build
 from data_utils.tokenizers.sentencepiece_tokenizer import sentencepiece_special_tokens
-from data_utils.tokenizers.special_tokens import SPECIAL_NAMES
+from data_utils.tokenizers.special_tokens import NO_TOKEN, SPECIAL_NAMES
 from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
 
 # ---- special tokens ----
@@ -200,6 +202,40 @@ def test_eos_falls_back(tmp_path, names, eos):
     tokenizer = load_tokenizer(TokenizerConfig(kind="hf_json", path=str(tmp_path)))
     assert tokenizer.decode([tokenizer.special.eos]) == eos
     assert tokenizer.decode([tokenizer.special.pad]) == ("[PAD]" if "[PAD]" in names else eos)
+
+
+def test_roles_of_unusual_names(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(byte_bpe_json(["<begin>", "<end>"])))
+    section = {"kind": "hf_json", "path": str(tmp_path), "added_tokens": "none"}
+    plain = load_tokenizer(TokenizerConfig(**section))
+    named = load_tokenizer(TokenizerConfig(**section, roles={"eos": "<end>", "cls": "<begin>"}))
+    assert plain.special.eos == NO_TOKEN and {"cls", "eos"} <= plain.lacking
+    assert not {"cls", "eos"} & named.lacking
+    names = {role: named.special_names[getattr(named.special, role)] for role in ("cls", "eos")}
+    assert names == {"cls": "<begin>", "eos": "<end>"} and "<end>" not in map(
+        named.token_to_text, named.encode("<end>")
+    )
+    assert plain.fingerprint != named.fingerprint  # their corpora have other ends
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"roles": {"bos": "<s>"}}, r"tokenizer.roles has 'bos'; it must be one of pad, unk, cls,"),
+        ({"roles": {"eos": 3}}, r"tokenizer.roles.eos is 3; it must be the token as text"),
+        (
+            {"roles": {"eos": "<end>"}, "kind": "gpt2_bpe"},
+            "roles is set, but in files of tokenizer.kind gpt2_bpe",
+        ),
+        ({"roles": {"eos": "<nothing>"}}, r"roles.eos is '<nothing>', but .* has no such special token"),
+    ],
+)
+def test_roles_that_cannot_be_are_refused(tmp_path, changes, message):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(byte_bpe_json(["<end>"])))
+    with pytest.raises(UserError, match=message):
+        load_tokenizer(
+            build(TokenizerConfig, {"kind": "hf_json", "path": str(tmp_path), **changes}, "tokenizer.")
+        )
 
 
 def test_dropout_of_a_tokenizer_json_is_switched_off(tmp_path, loaded):
