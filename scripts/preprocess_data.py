@@ -39,7 +39,7 @@ from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.verification import verify
 from data_utils.tokenizers.fast.encoders import ENCODERS
 from data_utils.tokenizers.fast.package_encoders import require_package
-from data_utils.tokenizers.special_tokens import ADDED_TOKENS
+from data_utils.tokenizers.special_tokens import ADDED_TOKENS, NO_TOKEN
 from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
 from data_utils.tokenizers.tokenizer_readers import KINDS
 from data_utils.tokenizers.vocabulary import vocabulary_of
@@ -206,6 +206,9 @@ def make_dataset(arguments: argparse.Namespace, ranks: Ranks) -> None:
             print(f"  {line}")
         for line in unknown_share(text, vocabulary, whose):
             print(line)
+        if vocabulary.special.eos == NO_TOKEN:
+            remedy = "; if one of its tokens does, --token-role eos=TOKEN" * (tokenizer.kind == "hf_json")
+            print(f"  no token ends the documents: the tokenizer has none with a known name{remedy}")
         for prefix in report.documents if arguments.verify else ():
             verify(IndexedDataset(prefix, sequential=True))
             print(f"  {prefix}: verified")

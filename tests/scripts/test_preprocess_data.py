@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from support.commands import forked
 from support.project import ROOT
+from support.tokenizer_files import byte_bpe_json
 
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
@@ -60,6 +61,27 @@ def test_a_tokenizer_that_does_not_know_the_text_is_warned_of(corpus):
     done = run(corpus, *options, "--output", "cased", "--cased")
     assert done.returncode == 0, done.stderr
     assert "warning: 33.3 % of the first 3 tokens are the unknown token" in done.stdout
+
+
+def test_the_token_that_ends_documents_can_be_named(corpus):
+    (corpus / "tokenizer.json").write_text(json.dumps(byte_bpe_json(["<finis>"])))
+    kind = (
+        "--input",
+        "good.jsonl",
+        "--tokenizer-kind",
+        "hf_json",
+        "--tokenizer-path",
+        corpus / "tokenizer.json",
+    )
+    kind = *kind, "--added-tokens", "none", "--workers", "1"
+    done = run(corpus, *kind, "--output", "without")
+    assert "no token ends the documents: " in done.stdout and "--token-role eos=TOKEN" in done.stdout
+    done = run(corpus, *kind, "--output", "with", "--token-role", "eos=<finis>")
+    assert done.returncode == 0 and "no token ends" not in done.stdout, done.stderr
+    without, ended = IndexedDataset(corpus / "without"), IndexedDataset(corpus / "with")
+    assert [*ended.document(0)] == [*without.document(0), ended.manifest["eos"]]
+    refused = run(corpus, *kind, "--output", "refused", "--token-role", "eos")
+    assert refused.returncode == 2 and "'eos' is not ROLE=TOKEN" in refused.stderr
 
 
 def test_spans_are_stored_beside_the_tokens(corpus):
