@@ -69,6 +69,7 @@ from megatron_lite.hf.published.tensor_map import (
 from megatron_lite.hf.published.tokenizers import (
     copy_tokenizer_files,
     import_tokenizer,
+    puts_before_texts,
     require_same_ids,
     write_tokenizer,
 )
@@ -146,8 +147,13 @@ def build_import_config(
         }
     loaded = load_tokenizer(build(TokenizerConfig, tokenizer, "tokenizer."))
     check_vocabulary(loaded, source)
-    # SmolLM2 is a Llama whose tokenizer has no token that begins a text, and was trained without one.
-    begin = "none" if source.system.begin in loaded.lacking else source.system.begin
+    begin = source.system.begin
+    if begin in ("cls", "none") and is_imported:
+        # SmolLM2 is a Llama and was trained without a token before a text, DeepSeek's Qwen2 with one.
+        begins = puts_before_texts("cls", loaded, source.path, directory / IMPORTED_FILES)
+        begin = "cls" if begins else "none"
+    elif begin in loaded.lacking:
+        begin = "none"
     defaults = {key: {"begin": begin} for key in ("causal", "fill_in_middle")}
     tree = with_sizes(source.path, source.settings, with_objective(merge(defaults, tree)))
     config = build(Config, merge(tree, {"run": {"directory": str(output)}}))

@@ -110,10 +110,22 @@ def _roles_by_class(tokenizer: Tokenizer, theirs: TokenizersBackend) -> dict[str
         "mask": theirs.mask_token,
         "cls": theirs.cls_token,
     }
-    if theirs.bos_token is not None and encoded(theirs, ["a"])[0][:1] == [theirs.bos_token_id]:
+    if theirs.bos_token is not None and _first(theirs) == theirs.bos_token_id:
         named["cls"] = theirs.bos_token
     added = {token.content for token in theirs.added_tokens_decoder.values()}
     return {role: str(name) for role, name in named.items() if role in tokenizer.lacking and name in added}
+
+
+def puts_before_texts(role: str, tokenizer: Tokenizer, source: Path, copies: Path) -> bool:
+    """Whether the source's class puts the token of a role before a text. Args: copies: as for `load_theirs`."""
+    return role not in tokenizer.lacking and _first(load_theirs(source, copies)) == special_id(
+        tokenizer, role
+    )
+
+
+def _first(theirs: TokenizersBackend) -> int | None:
+    """The first token that the class makes of a text."""
+    return next(iter(encoded(theirs, ["a"])[0]), None)
 
 
 def require_same_ids(key: str, tokenizer: Tokenizer, source: Path, copies: Path) -> None:
