@@ -148,12 +148,13 @@ def build_import_config(
     loaded = load_tokenizer(build(TokenizerConfig, tokenizer, "tokenizer."))
     check_vocabulary(loaded, source)
     begin = source.system.begin
-    if begin in ("cls", "none") and is_imported:
-        # SmolLM2 is a Llama and was trained without a token before a text, DeepSeek's Qwen2 with one.
+    if begin in loaded.lacking:
+        # SmolLM2 is a Llama whose tokenizer has no token that begins a text, and was trained without one.
+        begin = "none"
+    elif begin == "none" and is_imported:
+        # DeepSeek's Qwen2 was trained with one.
         begins = puts_before_texts("cls", loaded, source.path, directory / IMPORTED_FILES)
         begin = "cls" if begins else "none"
-    elif begin in loaded.lacking:
-        begin = "none"
     defaults = {key: {"begin": begin} for key in ("causal", "fill_in_middle")}
     tree = with_sizes(source.path, source.settings, with_objective(merge(defaults, tree)))
     config = build(Config, merge(tree, {"run": {"directory": str(output)}}))
