@@ -8,13 +8,15 @@ import shutil
 import pytest
 import yaml
 from support.optimus_runs import write_run as write_optimus
+from support.tokenizer_files import byte_bpe_json
 
 from data_utils.common.errors import CheckpointError
 from data_utils.common.settings import build, keys_of, section_in, setting_names, to_tree
 from data_utils.objectives.ul2 import DenoiserConfig
+from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.hf.files.recipe import portable_recipe, read_recipe
+from megatron_lite.hf.files.recipe import portable_recipe, read_recipe, tokenizer_options
 from megatron_lite.hf.importing import import_directory
 
 CANARY = "/a/path/of/a/stranger"
@@ -106,6 +108,19 @@ def test_every_setting_is_taken_left_out_by_name_or_refused_by_name(directory, t
         assert is_taken == (rest != ["path"])
     else:
         assert is_taken == may_decide(name)
+
+
+def test_names_of_special_tokens_go_with_an_export(directory, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(byte_bpe_json(["<finis>"])))
+    config = TokenizerConfig(kind="hf_json", path=str(tmp_path), roles={"eos": "<finis>"})
+    options = tokenizer_options(load_tokenizer(config))
+    assert options["roles"] == config.roles
+    assert "roles" not in tokenizer_options(load_tokenizer(dataclasses.replace(config, roles={})))
+    copy = edited(shutil.copytree(directory, tmp_path / "copy"), lambda tree: tree.update(tokenizer=options))
+    again = build(
+        TokenizerConfig, {**read_recipe(copy).tokenizers["tokenizer"], "path": str(tmp_path)}, "tokenizer."
+    )
+    assert load_tokenizer(again).fingerprint == options["fingerprint"]
 
 
 def test_free_text_is_taken_of_a_task_only(directory):

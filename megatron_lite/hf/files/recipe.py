@@ -83,10 +83,8 @@ def portable_recipe(config: Config) -> dict[str, Any]:
 def tokenizer_options(tokenizer: Tokenizer) -> dict[str, Any]:
     """The tokenizer's options without its path, and its fingerprint."""
     options = to_tree(tokenizer.config)
-    return {
-        **{key: options[key] for key in _numbers_and_choices(TokenizerConfig)},
-        "fingerprint": tokenizer.fingerprint,
-    }
+    taken = {key: options[key] for key in _TOKENIZER_OPTIONS if key != "roles" or options[key]}
+    return {**taken, "fingerprint": tokenizer.fingerprint}
 
 
 def write_recipe(directory: Path, run: OpenRun) -> None:
@@ -151,6 +149,10 @@ def _numbers_and_choices(cls: type, *, has_lists: bool = False) -> Iterator[str]
             yield key
 
 
+# `roles` is text that must be a token of the file. It is written only where it is set: former versions refuse it.
+_TOKENIZER_OPTIONS = (*_numbers_and_choices(TokenizerConfig), "roles")
+
+
 def _has_no_text(cls: type) -> bool:
     return dataclasses.is_dataclass(cls) and {*_numbers_and_choices(cls)} == keys_of(cls).keys()
 
@@ -187,7 +189,7 @@ def _taken(path: Path, name: str, section: Any) -> tuple[Any, list[str]]:
 
 def _tokenizer(path: Path, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     taken = {key: value for key, value in options.items() if key != "fingerprint"}
-    for key in taken.keys() - set(_numbers_and_choices(TokenizerConfig)):
+    for key in taken.keys() - set(_TOKENIZER_OPTIONS):
         raise CheckpointError(
             f"{path}: {name}.{shorten(key)} is no part of an export; remove it from the file, and set it yourself if "
             "you want it."
