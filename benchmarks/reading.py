@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import io
 import statistics
+import subprocess
 import sys
 import tokenize
 from collections import Counter
@@ -69,10 +70,14 @@ def figures(checkout: Path) -> dict[str, str]:
 
 
 def _files(checkout: Path, suffix: str) -> Iterator[Path]:
-    for path in sorted(checkout.rglob(f"*{suffix}")):
-        parts = path.relative_to(checkout).parts
-        if path.is_file() and not any(part.startswith(".") or part in ("tests", "test") for part in parts):
-            yield path
+    """Files that git tracks, since a checkout also holds environments and runs."""
+    command = ["git", "-C", str(checkout), "ls-files", "-z", f"*{suffix}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise ConfigError(f"{checkout} is no checkout of git ({done.stderr.strip()}); give one.")
+    for name in sorted(filter(None, done.stdout.split("\0"))):
+        if not any(part in ("tests", "test") or part.startswith(".") for part in Path(name).parts):
+            yield checkout / name
 
 
 def _comments(text: str) -> tuple[int, int]:
