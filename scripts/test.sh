@@ -17,7 +17,7 @@ fi
 
 # The first takes these, the second takes everything else.
 first=(tests/data tests/config tests/parallel tests/model tests/checkpoint tests/inference tests/hf tests/estimate tests/scripts
-    tests/optimus tests/tasks tests/electra tests/ernie_thu)
+    tests/optimus tests/electra)
 output=$(mktemp -d)
 touch "$output/first" "$output/second" # tail may start before the tests
 trap 'rm -rf "$output"' EXIT
