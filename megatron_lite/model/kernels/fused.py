@@ -275,6 +275,9 @@ def activated_by_torch(
 ) -> torch.Tensor:
     """`activated` by torch's operators."""
     x, *up = x.chunk(2, dim=-1) if gated else (x,)
+    if gated and x.device.type == "cpu":
+        # Two copies, and yet three fifths of the time: torch's CPU kernels are slow on halves of rows.
+        x, *up = x.contiguous(), up[0].contiguous()
     if activation == "relu":
         value = F.relu(x)
     elif activation == "silu":
