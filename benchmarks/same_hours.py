@@ -15,9 +15,9 @@ BERT is [CLS], 126 tokens, [SEP]. Before the first slice each system measures mi
 keeps the fastest. From its speed follow the steps that its seconds allow, and so its schedule, which has the same form
 for all: warm-up in 3 % of the steps, then constant, then a decay as 1 - sqrt in the last 20 %.
 
-Each point has the nats per word of held-out sentences and, with --blimp, the percentage of right minimal pairs. Both
-are scored as the model allows, so that the nats are no race between the systems: GPT-2 sees the text to the left of a
-word, BERT and GLM both sides, and GLM also predicts where the word ends.
+Each point has the nats per word of held-out sentences and, with --blimp, the percentage of right minimal pairs. GLM
+and GPT-2 write the sentence from left to right, so that their nats compare: the same text without its end. BERT has
+only a pseudo log likelihood, which sees both sides of a word.
 
 Everything is below --work, and the same command goes on after an interruption, or draws again what it has.
 """
@@ -291,10 +291,9 @@ def scores(options: argparse.Namespace, system: str, state: dict[str, Any]) -> d
         from megatron_lite.inference.open_run import load_run
 
         harness = Harness(load_run(options.work / "glm/run"), size=SCORE_ROWS)
-        form = minimal_pairs.usual_score(harness)
 
         def score(some: Sequence[str]) -> list[float]:
-            return minimal_pairs.scored(harness, some, form)
+            return minimal_pairs.scored(harness, some, "left-to-right")
     else:
         trained = Peer(options, system)
         trained.load(options.work / system / f"{state['step']}.pt")

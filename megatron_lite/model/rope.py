@@ -43,9 +43,12 @@ class Rotary:
         angles = torch.cat([positions[:, None, None].float() * frequencies for positions in chosen], dim=-1)
         return Rotary(angles.cos(), angles.sin())
 
-    def rotate(self, heads: torch.Tensor) -> torch.Tensor:
-        """[T, H, D] -> the same with the pairs (0, 1), (2, 3), ... of the first W features rotated, in fp32 or fp64."""
-        return _Rotate.apply(heads, self.cos, self.sin)
+    def rotate(self, heads: torch.Tensor, count: int | None = None) -> torch.Tensor:
+        """[T, H, D] -> the same with the pairs (0, 1), (2, 3), ... of the first W features rotated, in fp32 or fp64.
+
+        Args: count: of heads to rotate, the first ones; None = all.
+        """
+        return _Rotate.apply(heads, heads.shape[1] if count is None else count, self.cos, self.sin)
 
 
 def _scaled(frequencies: torch.Tensor, scaling: tuple[float, ...]) -> torch.Tensor:
@@ -62,24 +65,28 @@ class _Rotate(torch.autograd.Function):
     """Its gradient is rotated back: nothing but the angles is saved."""
 
     @staticmethod
-    def forward(ctx: Any, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, heads: torch.Tensor, count: int, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotated(heads, cos, sin)
+        ctx.count = count
+        return _rotated(heads, count, cos, sin)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
         cos, sin = ctx.saved_tensors
-        return _rotated(grad, cos, -sin), None, None
+        return _rotated(grad, ctx.count, cos, -sin), None, None, None
 
 
-def _rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    width = 2 * cos.shape[-1]
+def _rotated(heads: torch.Tensor, count: int, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    # Other heads, and features beyond W (partial rotary), are copied by this and stay as they are.
+    out = heads.clone(memory_format=torch.contiguous_format)
+    turned = out[:, :count, : 2 * cos.shape[-1]]
     wide = torch.promote_types(heads.dtype, torch.float32)  # fp64 stays: proofs of conversions compare in it
     # A pair as a complex number: on CPU a quarter of the time that its two halves take, with equal digits.
-    pairs = torch.view_as_complex(heads[..., :width].to(wide).contiguous().unflatten(-1, (-1, 2)))
-    turned = torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2).to(heads.dtype)
-    # Features beyond W stay as they are (partial rotary).
-    return turned if width == heads.shape[-1] else torch.cat([turned, heads[..., width:]], dim=-1)
+    pairs = torch.view_as_complex(turned.to(wide).contiguous().unflatten(-1, (-1, 2)))
+    turned.copy_(torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2))
+    return out
 
 
 def prepare_qkv(
@@ -105,11 +112,11 @@ def prepare_qkv(
     if norms is not None:
         heads = norms(heads, key_value_heads)
     sizes = [groups * key_value_heads, key_value_heads]
-    if rotary is None:  # one function of autograd, not two
-        queries, keys, values = heads.split([*sizes, key_value_heads], dim=1)
-    else:
-        query_key, values = heads.split([sum(sizes), key_value_heads], dim=1)
-        queries, keys = rotary.rotate(query_key).split(sizes, dim=1)
+    if rotary is not None:
+        heads = rotary.rotate(heads, sum(sizes))
+    if groups == 1 and factor == 1.0:
+        return heads
+    queries, keys, values = heads.split([*sizes, key_value_heads], dim=1)
     queries = queries if factor == 1.0 else queries * factor
     return torch.cat([queries, _repeated(keys, groups), _repeated(values, groups)], dim=1)
 
