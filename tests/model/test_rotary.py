@@ -48,6 +48,28 @@ def test_pairs_of_features_are_turned_by_their_angle():
             torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_only_the_first_heads_are_turned_and_gradients_are_turned_back(dtype):
+    """Beside pairs written out as (a cos - b sin, b cos + a sin)."""
+    rotary = Rotary.of(CONFIG, ids([0, 3, 5, 9], [0, 0, 2, 1]))
+    heads, grad = (torch.randn(4, 3, 8, dtype=dtype) for _ in range(2))
+
+    def expected(x: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+        out = x.clone()
+        wide = torch.promote_types(dtype, torch.float32)
+        a, b = x[:, :2, 0:4:2].to(wide), x[:, :2, 1:4:2].to(wide)
+        out[:, :2, 0:4:2] = (a * rotary.cos - b * sine).to(dtype)
+        out[:, :2, 1:4:2] = (b * rotary.cos + a * sine).to(dtype)
+        return out
+
+    # A view of a wider tensor, as queries and keys are of a fused projection.
+    wider = torch.cat([heads, heads], dim=1)[:, :3].requires_grad_()
+    found = rotary.rotate(wider, 2)
+    (found_grad,) = torch.autograd.grad(found, wider, grad)
+    torch.testing.assert_close(found.detach(), expected(heads, rotary.sin))
+    torch.testing.assert_close(found_grad, expected(grad, -rotary.sin))
+
+
 def test_scores_depend_on_distances_only():
     heads = torch.randn(6, 1, 8)
     scores = []
