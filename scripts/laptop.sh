@@ -112,7 +112,7 @@ score() { # NAME OPTION...: the report shows minimal_pairs*.json of a run
     local file=$run/minimal_pairs_$1.json
     if [[ -e $file ]]; then echo "already there: $file"; return; fi
     OMP_NUM_THREADS=$(nproc) "$python" scripts/evaluate.py --checkpoint "$run" --minimal-pairs "$blimp" --batch 128 \
-        --json "$file" "${@:2}"
+        --score left-to-right --json "$file" "${@:2}"
 }
 
 train_first_phase() { train_until "$first_phase"; }

@@ -187,7 +187,7 @@ def test_bad_arguments_are_refused(tmp_path):
 def test_the_schedule_of_the_recipe_ends_with_the_run():
     config = load_config([ROOT / "configs/laptop.yaml"], [])
     assert sum(part.steps for part in config.schedule.parts) == config.training.steps
-    assert list(config.phase_plan.first_steps) == [0, 4700, config.training.steps]
+    assert list(config.phase_plan.first_steps) == [0, 6000, config.training.steps]
 
 
 def laptop(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -234,7 +234,7 @@ def test_the_smoke_run_and_its_benchmark(tmp_path):
         json.loads((directory / f"run/minimal_pairs_phase_{n}.json").read_text())[str(directory / "run")]
         for n in (1, 2)
     )
-    assert first["pairs"] == 1 and last["score"] == "blanks"
+    assert first["pairs"] == 1 and last["score"] == "left-to-right"
     again = laptop(*arguments)
     assert again.returncode == 0 and again.stdout.count("already") == 6, again.stdout
 
