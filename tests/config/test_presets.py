@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -34,14 +35,16 @@ def preset(name):
 def test_a_preset_has_its_size_and_the_recipe_of_small_models(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = preset(name)
-    model, spans = config.model, config.objective_sections["blank_infilling"]
+    later = config.phases[-1].objective_settings.get("blank_infilling", {}) if config.phases else {}
+    model, spans = config.model, dataclasses.replace(config.objective_sections["blank_infilling"], **later)
     sizes = model.num_layers, model.hidden_size, model.num_attention_heads
     assert (*sizes, model.vocab_size, parameter_count(model)) == PRESETS[name]
     assert (model.positions, model.block_positions) == ("rotary", "halves")
     assert spans.whole_words and spans.single_span_prob > 0 and spans.token_prob + spans.sentence_prob < 1
     assert model.max_position >= config.data.sequence_length and config.data.validation
-    # 4e-3 at width 128, in proportion to 1 / width.
-    assert config.optimizer.lr == pytest.approx(4e-3 * 128 / model.hidden_size, rel=0.01)
+    # 4e-3 at width 128, in proportion to 1 / width; the laptop's was measured (docs/learning.md).
+    width = 128 if name == "laptop" else model.hidden_size
+    assert config.optimizer.lr == pytest.approx(4e-3 * 128 / width, rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["mini", "small", "medium"])
