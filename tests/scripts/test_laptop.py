@@ -187,7 +187,7 @@ def test_bad_arguments_are_refused(tmp_path):
 def test_the_schedule_of_the_recipe_ends_with_the_run():
     config = load_config([ROOT / "configs/laptop.yaml"], [])
     assert sum(part.steps for part in config.schedule.parts) == config.training.steps
-    assert list(config.phase_plan.first_steps) == [0, 6000, config.training.steps]
+    assert list(config.phase_plan.first_steps) == [0, 4800, config.training.steps]
 
 
 def laptop(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
