@@ -16,8 +16,8 @@ keeps the fastest. From its speed follow the steps that its seconds allow, and s
 for all: warm-up in 3 % of the steps, then constant, then a decay as 1 - sqrt in the last 20 %.
 
 Each point has the nats per word of held-out sentences and, with --blimp, the percentage of right minimal pairs. GLM
-and GPT-2 write the sentence from left to right, so that their nats compare: the same text without its end. BERT has
-only a pseudo log likelihood, which sees both sides of a word.
+and GPT-2 write the sentence from left to right, so that their nats compare: the same words, without the end. BERT has
+only a pseudo log likelihood, which sees both sides of a word. GLM trains without phases, so with long blanks alone.
 
 Everything is below --work, and the same command goes on after an interruption, or draws again what it has.
 """
