@@ -46,7 +46,7 @@ def imported(request, tmp_path_factory):
     write_directory(request.param, root / "original")
     tree = TREE | OBJECTIVE[request.param]
     proof = import_directory(root / "original", root / "run", tree)
-    assert proof is not None and proof.largest_difference <= 1e-5 * max(1, proof.largest_logit)
+    assert proof is not None and proof.largest_difference <= proof.limit(1e-5)
     return request.param, root / "original", root / "run"
 
 
