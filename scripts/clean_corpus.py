@@ -4,7 +4,7 @@
     python scripts/clean_corpus.py --recipe fineweb --input 'raw/*.parquet' --output clean
     python scripts/preprocess_data.py --input 'clean/text/*.jsonl' ...
 
-The library datatrove does the work: pip install .[clean]. The same command continues a run that was stopped. With
+The library datatrove does the work: pip install '.[clean]'. The same command continues a run that was stopped. With
 --executor slurm the command submits one job array after another and waits for each.
 """
 

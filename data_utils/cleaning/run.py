@@ -53,7 +53,7 @@ def require_datatrove() -> None:
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"cleaning needs the package {missing[0]}, which is not installed; run pip install .[clean] in the "
+            f"cleaning needs the package {missing[0]}, which is not installed; run pip install '.[clean]' in the "
             "checkout."
         )
 

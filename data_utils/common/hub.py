@@ -305,9 +305,7 @@ def _reason(error: Exception, name: HubName, absent: str) -> str:
     if isinstance(error, errors.RevisionNotFoundError):
         return f"the hub's {name.repository} has no revision {name.revision or 'main'}"
     if isinstance(error, errors.RepositoryNotFoundError):
-        return (
-            f"{absent}the hub has none of this name, or shows it to those alone who log in (`hf auth login`)"
-        )
+        return f"{absent}the hub has none of this name, or shows it only after a login (`hf auth login`)"
     if isinstance(error, errors.HfHubHTTPError):
         refused = " (the token may not do this; log in with `hf auth login`)"
         status = error.response.status_code

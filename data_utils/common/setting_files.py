@@ -148,7 +148,7 @@ def _yaml_error(error: yaml.MarkedYAMLError, text: str) -> YamlError:
     lines = text.split("\n")
     line = lines[mark.line] if mark is not None and mark.line < len(lines) else ""
     if "\t" in line[: mark.column + 1 if mark is not None else 0] and "cannot start any token" in reason:
-        reason = "a tab indents, where YAML takes spaces alone"
+        reason = "the line is indented by a tab; YAML takes only spaces"
     if (
         error.context
         and error.context_mark is not None

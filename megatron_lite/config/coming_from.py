@@ -228,7 +228,11 @@ SOURCES: dict[str, tuple[Argument, ...]] = {
     "Hugging Face's Trainer and its scripts": _arguments(
         ("learning_rate", "optimizer.lr={}"),
         ("per_device_train_batch_size per_gpu_train_batch_size", "batch.micro_batch_size={}"),
-        ("gradient_accumulation_steps", "batch.global_batch_size", "micro-batch x passes x processes"),
+        (
+            "gradient_accumulation_steps",
+            "batch.global_batch_size",
+            "micro-batch x gradient accumulation steps x data-parallel processes",
+        ),
         ("max_steps", "training.steps={}"),
         ("num_train_epochs", "training.steps", "for fine-tuning finetune.epochs"),
         ("warmup_steps", "schedule.warmup_steps={}"),
@@ -298,7 +302,11 @@ SOURCES: dict[str, tuple[Argument, ...]] = {
         ("max_position_embeddings", "model.max_position", "the largest position id, which is one less"),
         ("seq_length", "data.sequence_length={}"),
         ("batch_size", "batch.micro_batch_size={}"),
-        ("gradient_accumulation_steps", "batch.global_batch_size", "micro-batch x passes x processes"),
+        (
+            "gradient_accumulation_steps",
+            "batch.global_batch_size",
+            "micro-batch x gradient accumulation steps x data-parallel processes",
+        ),
         ("train_iters", "training.steps={}"),
         ("lr", "optimizer.lr={}"),
         ("lr_decay_style", "schedule.kind={}", "inverse-square-root is inverse_sqrt, WSD is schedule.parts"),

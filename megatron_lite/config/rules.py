@@ -335,7 +335,7 @@ def _check_lora(config: Config) -> None:
         ),
         (
             "optimizer.kind", config.optimizer.kind, config.optimizer.kind == "adamw",
-            "has no rules for factors of which one begins at zero", "set it to adamw",
+            "has no rule for LoRA's factors, one of which begins at zero", "set it to adamw",
         ),
         (
             "ema.decay", config.ema.decay, config.ema.decay is None, "would average frozen weights",

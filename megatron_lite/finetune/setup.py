@@ -369,7 +369,7 @@ def check_output(output: Path, config: Config) -> None:
         differing = next(_differences(recorded, settings_of(config)), None)
         if differing is not None:
             raise ConfigError(
-                f"{path.parent} is done with other settings ({differing}); choose another --output, or remove it."
+                f"{path.parent} was finished with other settings ({differing}); choose another --output, or remove it."
             )
 
 

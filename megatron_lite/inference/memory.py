@@ -16,7 +16,7 @@ def check_memory(model: ModelConfig, config: GenerationConfig, length: int) -> N
     if config.strategy == "beam" and beams * size > MAX_BYTES:
         raise DataError(
             f"num_beams ({beams}) need {beams * size / 2**30:.3g} GiB for a text of {length} tokens with its "
-            f"completion, more than {MAX_BYTES / 2**30:g}; set it to {max(1, MAX_BYTES // size)} or "
+            f"completion, more than {MAX_BYTES / 2**30:g} GiB; set it to {max(1, MAX_BYTES // size)} or "
             "less, or shorten the text."
         )
 

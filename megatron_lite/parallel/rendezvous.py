@@ -115,7 +115,8 @@ class Rendezvous:
             [shorten(its.get(key, absent), _VALUE_LENGTH) for its in (own, first)] for key in keys[:_SHOWN]
         ]
         shown = [
-            f"{key} is {here}, and {there} there" for key, (here, there) in zip(keys, values, strict=False)
+            f"{key} is {here} here and {there} on rank 0"
+            for key, (here, there) in zip(keys, values, strict=False)
         ]
         more = f"; and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
         error = ConfigError(

@@ -228,7 +228,7 @@ def test_seeds_are_runs_and_done_ones_are_not_repeated(tmp_path):
     assert not torch.equal(*heads)
     check_output(output, task_of(files, output, *options).config)
     with pytest.raises(
-        ConfigError, match=r"seed_1 is done with other settings \(finetune\.epochs was 2 and is 3\)"
+        ConfigError, match=r"seed_1 was finished with other settings \(finetune\.epochs was 2 and is 3\)"
     ):
         check_output(output, task_of(files, output, "finetune.epochs=3").config)
     (output / "seed_2/results.json").unlink()

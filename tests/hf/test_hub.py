@@ -228,7 +228,7 @@ def stop(hub, monkeypatch):
     ("change", "reason"),
     [
         (refuse_gated, "accepted its terms"),
-        (refuse_private, "none of this name, or shows it to those alone who log in"),
+        (refuse_private, "none of this name, or shows it only after a login"),
         (forget, "none of this name"),
         (go_offline, "HF_HUB_OFFLINE is set"),
         (stop, "cannot be reached"),

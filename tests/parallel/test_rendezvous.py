@@ -50,7 +50,7 @@ def error_lines(result):
 @pytest.mark.parametrize(
     "arguments, keys",
     [
-        (["training.steps=9"], ["training.steps is 9, and 6 there"]),
+        (["training.steps=9"], ["training.steps is 9 here and 6 on rank 0"]),
         (["optimizer.lr=0.5", "run.log_interval=3"], ["optimizer.lr is 0.5", "run.log_interval is 3"]),
     ],
 )
@@ -157,5 +157,5 @@ def test_under_torchrun_a_refusal_of_one_rank_is_heard(settings, tmp_path):
         str(script), "--config", str(config), GLM_STATUS_FILE=str(status), OMP_NUM_THREADS="1",
     )  # fmt: skip
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 2 and all("training.steps is 9, and 6 there" in line for line in lines)
+    assert len(lines) == 2 and all("training.steps is 9 here and 6 on rank 0" in line for line in lines)
     assert status.read_text() == "2\n"

@@ -354,7 +354,7 @@ def test_without_datatrove_the_remedy_is_named(raw):
     command = [sys.executable, ROOT / cleaning.SCRIPT, *COMMAND, "--input", "raw.jsonl", "--output", "out"]
     environment = {**os.environ, "PYTHONPATH": str(hidden)}
     done = subprocess.run(command, cwd=raw, env=environment, capture_output=True, text=True)
-    assert_refused(done, "pip install .[clean]")
+    assert_refused(done, "pip install '.[clean]'")
 
 
 def test_torch_is_not_loaded(raw):

@@ -218,7 +218,7 @@ def test_a_bad_file_is_one_line_with_its_name(tmp_path, text, message):
 @pytest.mark.parametrize(
     ("text", "line", "message"),
     [
-        ("inner:\n\tcount: 1\n", 2, "a tab indents, where YAML takes spaces alone"),
+        ("inner:\n\tcount: 1\n", 2, "the line is indented by a tab; YAML takes only spaces"),
         ("size: 1\n\ninner:\n  count: 010\n", 4, "010 is 8 to some readers of YAML and 10 to others"),
         ("inner: {count: 1\nsize: 2\n", 2, r"flow mapping that begins in line 1\), in 'size: 2'"),
         ("inner:\n  label: a: b\n", 2, "mapping values are not allowed here, in 'label: a: b'"),
