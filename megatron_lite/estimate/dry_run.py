@@ -124,7 +124,8 @@ def dry_run_report(config: Config, processes: int, gpu: Gpu, result: Estimate) -
             f"parameters        {model_spec(config).described_count(config)}; {result.rank_parameters:,} on the "
             "largest rank",
             f"layout            {processes} process{'es' * (processes > 1)}: "
-            f"pipeline {parallel.pipeline_parallel_size} x data {dp} x tensor {parallel.tensor_parallel_size}, ZeRO {parallel.zero_stage}, recompute "
+            f"pipeline {parallel.pipeline_parallel_size} x data {dp} x tensor "
+            f"{parallel.tensor_parallel_size}, ZeRO {parallel.zero_stage}, recompute "
             f"{config.training.recompute}, {passes} micro-batch{'es' * (passes > 1)} of "
             f"{config.batch.micro_batch_size} x {config.row_length} tokens per step",
             f"device            {gpu.describe(config.training.attention)}; host overhead {HOST.operation_us:g} us "
