@@ -17,7 +17,7 @@ import importlib.util
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from data_utils.cleaning.counts import Rule, merged_records, merged_rules
 from data_utils.cleaning.recipe import RecipeFile
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.common.files import disk_errors, locked, put_in_place, require_new_directory, write_atomically
+from data_utils.common.setting_files import shown
 from data_utils.common.settings import leaves, to_tree
 from data_utils.common.untrusted import parse_json, read_bounded
 from data_utils.common.urls import is_url, without_secrets
@@ -77,6 +78,8 @@ class CleaningConfig:
         reading, recipe = self.reading, self.recipe.recipe
         check_options(reading.text_split, reading.on_bad_record, reading.max_bad_records)
         problems = []
+        if not os.path.basename(os.path.abspath(self.output)):
+            problems.append(f"--output is {self.output}; give a new directory")
         if not 1 <= self.tasks <= MAX_TASKS:
             problems.append(f"--tasks is {self.tasks}; it must be in [1, {MAX_TASKS}]")
         if self.held_out and recipe.near_duplicates is None:
@@ -109,8 +112,9 @@ def clean_corpus(
     _check_urls(config, execution)
     output = Path(os.path.abspath(config.output))
     work = output.with_name(f"{output.name}.cleaning")
+    _require_utf8([config.recipe.path.name, output])  # before the lock makes folders
     with disk_errors(output), locked(output):
-        inputs = _read_inputs(config, absolute=execution.executor == "ray")
+        inputs = _read_inputs(config, work, absolute=execution.executor == "ray")
         plan = _plan(config, inputs)
         report = _finished_before(output, work, plan)
         if report is not None:
@@ -143,22 +147,44 @@ def _check_urls(config: CleaningConfig, execution: Execution) -> None:
                 )
 
 
+def _require_utf8(names: Iterable[object]) -> None:
+    """Raise DataError for names that the report, the record or the work cannot hold."""
+    problems = [shown(name) for name in map(str, names) if not _is_utf8(name)]
+    if problems:
+        raise DataError(
+            f"these names are not UTF-8, as the report needs them: {', '.join(problems)}; rename them."
+        )
+
+
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _remove(work: Path) -> None:
-    """Remove the work, the plan last: with it, a command that is killed meanwhile can be repeated."""
-    for entry in work.iterdir():
+    """Remove the work, the plan last: with it, a command that is killed meanwhile can be repeated.
+
+    The logs go first: their marks of finished tasks would else stand for files that are gone.
+    """
+    for entry in sorted(work.iterdir(), key=lambda entry: entry.name != "logs"):
         if entry.is_dir():
             shutil.rmtree(entry)
     shutil.rmtree(work)
 
 
-def _read_inputs(config: CleaningConfig, absolute: bool) -> Inputs:
+def _read_inputs(config: CleaningConfig, work: Path, absolute: bool) -> Inputs:
     """Args: absolute: make paths absolute, because workers have another working directory."""
     from data_utils.cleaning.stages import Inputs
 
     reading = config.reading
-    paths = expand_inputs(config.inputs)
-    held_out = expand_inputs(config.held_out) if config.held_out else []
-    evaluation_paths = expand_inputs(config.evaluation_inputs) if config.evaluation_inputs else []
+    paths, held_out, evaluation_paths = (
+        [path for path in expand_inputs(patterns) if not _is_below(path, work)] if patterns else []
+        for patterns in (config.inputs, config.held_out, config.evaluation_inputs)
+    )
+    _require_utf8([*paths, *held_out])
     check_text_key(reading.text_key, [*paths, *held_out, *evaluation_paths])
     among = set(map(_content_key, paths))
     for option, others in (("--held-out", held_out), ("--decontaminate", evaluation_paths)):
@@ -177,6 +203,11 @@ def _read_inputs(config: CleaningConfig, absolute: bool) -> Inputs:
             for files in (paths, held_out)
         )
     return Inputs(paths, held_out, evaluation, reading)
+
+
+def _is_below(path: InputFile, work: Path) -> bool:
+    """Whether a file is of the work itself, which a glob such as data/**/*.jsonl finds when the command is repeated."""
+    return isinstance(path, Path) and work in Path(os.path.abspath(path)).parents
 
 
 def _plan(config: CleaningConfig, inputs: Inputs) -> dict[str, Any]:
@@ -243,7 +274,7 @@ def _open_work(work: Path, plan: Mapping[str, Any], restart: bool) -> None:
     if work.exists() and (not work.is_dir() or (any(work.iterdir()) and not (work / _PLAN).exists())):
         raise DataError(f"{work} is not the work of a cleaning run, but has its name; move it away.")
     if restart and work.exists():
-        shutil.rmtree(work)
+        _remove(work)
     started = _read_plan(work, plan)
     if started is not None and started != plan:
         raise DataError(
@@ -298,13 +329,8 @@ def _run_stages(
                 run_stage(stage, folders, execution, job_name)
                 if number == 1:
                     _check_read(config, folders)
-                if (
-                    stage.name == "held_out"
-                    and not merged_records(folders.counts("held_out"))[0]["documents"]
-                ):
-                    raise _UselessWork(
-                        "the files of --held-out have no document; give texts, or leave the option out."
-                    )
+                if stage.name == "held_out":
+                    _check_held_out(config, folders)
             report, files = _report(config, inputs, folders)
         except BaseException as error:
             if isinstance(error, _UselessWork) or not any((work / "logs").glob("*/completions/*")):
@@ -339,6 +365,15 @@ def _check_read(config: CleaningConfig, folders: WorkFolders) -> None:
                 f"{config.recipe.path} names the field {name!r}, but none of the {read['documents']:,} documents has "
                 "it; correct the name, or clean other text."
             )
+
+
+def _check_held_out(config: CleaningConfig, folders: WorkFolders) -> None:
+    """Raise DataError for too many bad records of all tasks, and without a document."""
+    read, records = merged_records(folders.counts("held_out"))
+    reading = config.reading
+    records.enforce(reading.on_bad_record, reading.max_bad_records, reading.text_split)
+    if not read["documents"]:
+        raise _UselessWork("the files of --held-out have no document; give texts, or leave the option out.")
 
 
 def _report(
@@ -381,8 +416,10 @@ def _report(
             "fingerprint": inputs.evaluation.fingerprint,
         }
     if inputs.held_out:
-        held_out, _ = merged_records(folders.counts("held_out"))
-        report["held_out"] = {"documents": held_out["documents"], "bytes": held_out["bytes"]}
+        held_out, bad = merged_records(folders.counts("held_out"))
+        report["held_out"] = {
+            "documents": held_out["documents"], "bytes": held_out["bytes"], "bad": dict(sorted(bad.bad.items()))
+        }  # fmt: skip
     files = {counts["file"]: counts["file_bytes"] for counts in written if counts["documents"]}
     _require_whole(report, folders, files)
     return report, files

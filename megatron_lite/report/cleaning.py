@@ -94,6 +94,9 @@ def _recipe(report: Mapping[str, Any]) -> Iterator[Html]:
             f"{evaluation['words']} words and are not searched for.",
         )
     if held_out := report.get("held_out"):
-        yield element("p", f"Held-out texts: {held_out['documents']:,} documents.")
+        bad = sum(held_out["bad"].values())
+        yield element(
+            "p", f"Held-out texts: {held_out['documents']:,} documents, {bad:,} bad records left out."
+        )
     written = yaml.safe_dump(report["recipe"], sort_keys=False, allow_unicode=True)
     yield element("pre", joined(element("code", written)))
