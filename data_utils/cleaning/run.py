@@ -16,6 +16,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import resource
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -46,6 +47,7 @@ _PLAN_VERSION = 2
 _PLAN = "plan.json"
 _INPUTS = ("input", "held-out")  # of a plan: a list of [name, size, identity] each
 _MAX_BYTES = 256 << 20  # of a plan
+_OTHER_FILES = 100  # that a task has open besides those of the other tasks
 _PACKAGES = ("datatrove", "regex", "dill", "loguru")  # datatrove 0.10 imports regex and does not say so
 
 
@@ -76,8 +78,11 @@ class CleaningConfig:
         from data_utils.cleaning.stages import MAX_TASKS
 
         reading, recipe = self.reading, self.recipe.recipe
-        check_options(reading.text_split, reading.on_bad_record, reading.max_bad_records)
         problems = []
+        try:
+            check_options(reading.text_split, reading.on_bad_record, reading.max_bad_records)
+        except ConfigError as error:
+            problems.append(str(error).removesuffix("."))
         if not os.path.basename(os.path.abspath(self.output)):
             problems.append(f"--output is {self.output}; give a new directory")
         if not 1 <= self.tasks <= MAX_TASKS:
@@ -110,6 +115,7 @@ def clean_corpus(
         and not finished, a task that failed.
     """
     _check_urls(config, execution)
+    _allow_open_files(config)
     output = Path(os.path.abspath(config.output))
     work = output.with_name(f"{output.name}.cleaning")
     _require_utf8([config.recipe.path.name, output])  # before the lock makes folders
@@ -145,6 +151,26 @@ def _check_urls(config: CleaningConfig, execution: Execution) -> None:
                     f"{execution.executor} would write into files; use --executor local, or a store whose credentials "
                     "come from the environment."
                 )
+
+
+def _allow_open_files(config: CleaningConfig) -> None:
+    """Raise this process's limit of open files, and its tasks', to what finding duplicates needs.
+
+    Raises: ConfigError where the machine allows fewer: after hours of work the error of a stage would be too late.
+    """
+    near = config.recipe.recipe.near_duplicates
+    if near is None and not config.recipe.recipe.exact_duplicates:
+        return
+    needed = max(config.tasks, near.num_buckets if near is not None else 0) + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigError(
+            f"--tasks is {config.tasks:,}, and finding duplicates opens a file of each task or bucket at once, "
+            f"{needed:,} files, but this machine allows {hard:,}; use fewer tasks, or raise the limit (ulimit -n)."
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _require_utf8(names: Iterable[object]) -> None:

@@ -288,7 +288,10 @@ def test_a_killed_worker_is_one_line(raw):
     ("arguments", "message"),
     [
         (["--input", "absent.jsonl"], "absent.jsonl does not exist"),
-        (["--tasks", "0", "--workers", "0"], "--workers is 0"),
+        (
+            ["--tasks", "0", "--workers", "0"],
+            "--workers is 0; it must be 1 or more. --tasks is 0; it must be in [1, 60000].",
+        ),
         (["--tasks", "0"], "--tasks is 0"),
         (["--executor", "dask"], "--executor is 'dask'"),
         (["--partition", "cpu"], "--partition is given"),
@@ -340,6 +343,20 @@ def test_names_that_are_not_utf8_are_refused_at_once(raw):
     assert_refused(
         done, r"not UTF-8, as the report needs them: 'a\udcff.jsonl', 'b\udcff.jsonl'; rename them"
     )
+
+
+@pytest.mark.parametrize(("soft", "hard", "tasks"), [(64, 5000, 90), (64, 150, 90), (64, 150, 40)])
+def test_finding_duplicates_may_open_a_file_of_each_task(raw, soft, hard, tasks):
+    cleaning.recipe(raw, exact_duplicates=True)
+    command = [sys.executable, ROOT / cleaning.SCRIPT, *COMMAND, "--input", "raw.jsonl", "--output", "out"]
+    done = subprocess.run(
+        ["bash", "-c", f'ulimit -Sn {soft}; ulimit -Hn {hard}; exec "$@"', "-", *command, "--tasks", str(tasks)],
+        cwd=raw, capture_output=True, text=True,
+    )  # fmt: skip
+    if tasks + 100 > hard:
+        assert_refused(done, f"this machine allows {hard}; use fewer tasks")
+    else:
+        assert done.returncode == 0, done.stderr
 
 
 def test_the_work_is_no_input_of_the_same_command(tmp_path):
