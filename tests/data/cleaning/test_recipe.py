@@ -61,6 +61,13 @@ def test_which_records_stay(text, kept):
     assert [i for i, record in enumerate(values) if keep(record)] == kept
 
 
+def test_whole_numbers_in_text_are_not_rounded():
+    keep = Keep("id == 9007199254740993")
+    assert [keep({"id": value}) for value in ("9007199254740993", 9007199254740993, "9007199254740992")] == [
+        True, True, False
+    ]  # fmt: skip
+
+
 @given(
     st.floats(allow_nan=False),
     st.floats(allow_nan=False),
