@@ -32,7 +32,7 @@ from data_utils.common.setting_files import shown
 from data_utils.common.settings import leaves, to_tree
 from data_utils.common.untrusted import parse_json, read_bounded
 from data_utils.common.urls import is_url, without_secrets
-from data_utils.corpus.documents import check_options, check_text_key, read_document_files
+from data_utils.corpus.documents import RecordCounts, check_options, check_text_key, read_document_files
 from data_utils.corpus.inputs import expand_inputs
 from data_utils.corpus.stored_files import InputFile
 from data_utils.dataset.cleaning_record import FILE, TEXT, record_bytes
@@ -219,16 +219,16 @@ def _read_inputs(config: CleaningConfig, work: Path, absolute: bool) -> Inputs:
                 raise DataError(
                     f"{option} {path} is also an --input, all of which it would remove; name it once."
                 )
-    evaluation = None
+    evaluation, records = None, RecordCounts()
     if evaluation_paths:
-        documents = read_document_files(evaluation_paths, **asdict(reading))
+        documents = read_document_files(evaluation_paths, **asdict(reading), counts=records)
         evaluation = EvaluationTexts(list(documents))
     if absolute:
         paths, held_out = (
             [path.absolute() if isinstance(path, Path) else path for path in files]
             for files in (paths, held_out)
         )
-    return Inputs(paths, held_out, evaluation, reading)
+    return Inputs(paths, held_out, evaluation, dict(sorted(records.bad.items())), reading)
 
 
 def _is_below(path: InputFile, work: Path) -> bool:
@@ -438,6 +438,7 @@ def _report(
         report["evaluation"] = {
             "texts": inputs.evaluation.num_texts,
             "texts_too_short": inputs.evaluation.num_too_short,
+            "bad": inputs.bad_evaluation_texts,
             "words": NGRAM_WORDS,
             "fingerprint": inputs.evaluation.fingerprint,
         }

@@ -76,8 +76,8 @@ def _output(path: InputFile) -> str | None:
     """The output of the cleaning run that may have written a file; None where its name or URL excludes one."""
     if isinstance(path, Path):
         # The name of a folder may be in no path: 00000.jsonl, given where it lies.
-        folder = path.parent if path.parent.name == TEXT else Path(os.path.abspath(path)).parent
-        return str(folder.parent) if folder.name == TEXT else None
+        parent = path.parent if path.parent.name == TEXT else Path(os.path.abspath(path)).parent
+        return str(parent.parent) if parent.name == TEXT else None
     output, _, folder = path.label.rpartition("/")[0].rpartition("/")
     return output if folder == TEXT and "://" in output and not is_signed(path) else None
 

@@ -91,7 +91,8 @@ def _recipe(report: Mapping[str, Any]) -> Iterator[Html]:
         yield element(
             "p",
             f"Evaluation texts: {evaluation['texts']:,}; {evaluation['texts_too_short']:,} of them have fewer than "
-            f"{evaluation['words']} words and are not searched for.",
+            f"{evaluation['words']} words and are not searched for. {sum(evaluation['bad'].values()):,} bad "
+            "records were left out.",
         )
     if held_out := report.get("held_out"):
         bad = sum(held_out["bad"].values())
