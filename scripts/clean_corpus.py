@@ -22,7 +22,13 @@ from pathlib import Path
 from data_utils.cleaning.recipe import read_recipe
 from data_utils.cleaning.run import CleaningConfig, clean_corpus, require_datatrove
 from data_utils.common.cores import usable_cores
-from data_utils.common.errors import INTERRUPTED_STATUS, ArgumentParser, expanded_path, run_command
+from data_utils.common.errors import (
+    INTERRUPTED_STATUS,
+    ArgumentParser,
+    ConfigError,
+    expanded_path,
+    run_command,
+)
 from data_utils.corpus.documents import BAD_RECORD_POLICIES, DEFAULT_MAX_BAD_RECORDS, TEXT_SPLITS
 from megatron_lite.report.cleaning import page
 
@@ -82,24 +88,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from data_utils.cleaning.executors import Execution
     from data_utils.cleaning.reader import Reading
 
-    execution = Execution(
-        executor=args.executor,
-        workers=args.workers,
-        partition=args.partition,
-        time=args.time,
-        cpus_per_task=args.cpus_per_task,
-        gigabytes_per_cpu=args.gigabytes_per_cpu,
-    )
-    config = CleaningConfig(
-        recipe=recipe,
-        inputs=args.inputs,
-        output=args.output,
-        evaluation_inputs=args.evaluation_inputs,
-        held_out=args.held_out,
-        reading=Reading(args.text_key, args.text_split, args.on_bad_record, args.max_bad_records),
-        tasks=args.workers if args.tasks is None else args.tasks,
-        restart=args.restart,
-    )
+    problems = []
+    try:
+        execution = Execution(
+            executor=args.executor,
+            workers=args.workers,
+            partition=args.partition,
+            time=args.time,
+            cpus_per_task=args.cpus_per_task,
+            gigabytes_per_cpu=args.gigabytes_per_cpu,
+        )
+    except ConfigError as error:
+        problems.append(str(error))
+    try:
+        config = CleaningConfig(
+            recipe=recipe,
+            inputs=args.inputs,
+            output=args.output,
+            evaluation_inputs=args.evaluation_inputs,
+            held_out=args.held_out,
+            reading=Reading(args.text_key, args.text_split, args.on_bad_record, args.max_bad_records),
+            tasks=max(args.workers, 1) if args.tasks is None else args.tasks,  # wrong workers are named once
+            restart=args.restart,
+        )
+    except ConfigError as error:
+        problems.append(str(error))
+    if problems:
+        raise ConfigError(" ".join(problems))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up as for Ctrl-C
     try:
         report = clean_corpus(config, execution, page, lambda line: print(line, flush=True))

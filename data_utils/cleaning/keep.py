@@ -11,6 +11,7 @@ refused; nothing is evaluated as Python.
 from __future__ import annotations
 
 import ast
+import contextlib
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -201,7 +202,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _as_number(text: str) -> Any:
-    try:
-        return float(text)
-    except ValueError:
-        return text
+    for number in (int, float):  # whole numbers first: a float rounds long ones, such as keys of records
+        with contextlib.suppress(ValueError):
+            return number(text)
+    return text

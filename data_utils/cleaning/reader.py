@@ -154,8 +154,7 @@ def _values(tree: Any, names: Sequence[str]) -> dict[str, Any]:
         except KeyError:
             continue
         if value is not None:
-            # Dates and the like of tables, as text: the output is JSON.
-            values[name] = value if isinstance(value, (str, int, float, bool, list, dict)) else str(value)
+            values[name] = value
     return values
 
 
@@ -169,7 +168,16 @@ def _table_rows(path: InputFile, names: Sequence[str]) -> Iterator[dict[str, Any
     with table_errors(path):
         for batch in _batches(path, names):
             for row in batch.to_pylist():
-                yield _values(row, names)
+                yield {name: _as_json(value) for name, value in _values(row, names).items()}
+
+
+def _as_json(value: Any) -> Any:
+    """A value of a table as JSON can hold it: dates, decimals and the like are text, also within others."""
+    if isinstance(value, dict):
+        return {str(key): _as_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_json(item) for item in value]
+    return value if value is None or isinstance(value, (str, int, float, bool)) else str(value)
 
 
 def _column_of_text(path: InputFile, name: str) -> Iterator[str | None]:

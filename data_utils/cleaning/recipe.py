@@ -78,10 +78,11 @@ class GopherQuality:
 class GopherRepetition:
     """Rules on repetition within a document: Gopher, arXiv:2112.11446, table A1. All are largest shares."""
 
-    dup_line_frac: float | None = fraction(0.3, "lines that repeat an earlier one")
-    dup_para_frac: float | None = fraction(0.3, "paragraphs that repeat an earlier one")
-    dup_line_char_frac: float | None = fraction(0.2, "characters in such lines")
-    dup_para_char_frac: float | None = fraction(0.2, "characters in such paragraphs")
+    # datatrove reads 0 as no limit for these four.
+    dup_line_frac: float | None = setting(0.3, "lines that repeat an earlier one", above=0, at_most=1)
+    dup_para_frac: float | None = setting(0.3, "paragraphs that repeat an earlier one", above=0, at_most=1)
+    dup_line_char_frac: float | None = setting(0.2, "characters in such lines", above=0, at_most=1)
+    dup_para_char_frac: float | None = setting(0.2, "characters in such paragraphs", above=0, at_most=1)
     top_2_gram: float | None = fraction(0.2, "characters of the most frequent 2-gram of words")
     top_3_gram: float | None = fraction(0.18, "characters of the most frequent 3-gram")
     top_4_gram: float | None = fraction(0.16, "characters of the most frequent 4-gram")
@@ -234,6 +235,11 @@ def read_recipe(path: str | Path) -> RecipeFile:
     Raises: ConfigError with all mistakes, each with its line.
     """
     found = yaml_path(path, FOLDER)
+    if found.is_fifo():
+        raise ConfigError(
+            f"the recipe {found} is a pipe, which can be read only once, so its SHA-256 would be wrong; save it to a "
+            "file."
+        )
     tree = _with_defaults(load_yaml(found))
     try:
         recipe = build(Recipe, tree)

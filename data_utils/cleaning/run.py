@@ -16,8 +16,9 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import resource
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,10 +28,11 @@ from data_utils.cleaning.counts import Rule, merged_records, merged_rules
 from data_utils.cleaning.recipe import RecipeFile
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.common.files import disk_errors, locked, put_in_place, require_new_directory, write_atomically
+from data_utils.common.setting_files import shown
 from data_utils.common.settings import leaves, to_tree
 from data_utils.common.untrusted import parse_json, read_bounded
 from data_utils.common.urls import is_url, without_secrets
-from data_utils.corpus.documents import check_options, check_text_key, read_document_files
+from data_utils.corpus.documents import RecordCounts, check_options, check_text_key, read_document_files
 from data_utils.corpus.inputs import expand_inputs
 from data_utils.corpus.stored_files import InputFile
 from data_utils.dataset.cleaning_record import FILE, TEXT, record_bytes
@@ -45,6 +47,7 @@ _PLAN_VERSION = 2
 _PLAN = "plan.json"
 _INPUTS = ("input", "held-out")  # of a plan: a list of [name, size, identity] each
 _MAX_BYTES = 256 << 20  # of a plan
+_OTHER_FILES = 100  # that a task has open besides those of the other tasks
 _PACKAGES = ("datatrove", "regex", "dill", "loguru")  # datatrove 0.10 imports regex and does not say so
 
 
@@ -75,8 +78,13 @@ class CleaningConfig:
         from data_utils.cleaning.stages import MAX_TASKS
 
         reading, recipe = self.reading, self.recipe.recipe
-        check_options(reading.text_split, reading.on_bad_record, reading.max_bad_records)
         problems = []
+        try:
+            check_options(reading.text_split, reading.on_bad_record, reading.max_bad_records)
+        except ConfigError as error:
+            problems.append(str(error).removesuffix("."))
+        if not os.path.basename(os.path.abspath(self.output)):
+            problems.append(f"--output is {self.output}; give a new directory")
         if not 1 <= self.tasks <= MAX_TASKS:
             problems.append(f"--tasks is {self.tasks}; it must be in [1, {MAX_TASKS}]")
         if self.held_out and recipe.near_duplicates is None:
@@ -107,10 +115,12 @@ def clean_corpus(
         and not finished, a task that failed.
     """
     _check_urls(config, execution)
+    _allow_open_files(config)
     output = Path(os.path.abspath(config.output))
     work = output.with_name(f"{output.name}.cleaning")
+    _require_utf8([config.recipe.path.name, output])  # before the lock makes folders
     with disk_errors(output), locked(output):
-        inputs = _read_inputs(config, absolute=execution.executor == "ray")
+        inputs = _read_inputs(config, work, absolute=execution.executor == "ray")
         plan = _plan(config, inputs)
         report = _finished_before(output, work, plan)
         if report is not None:
@@ -143,22 +153,64 @@ def _check_urls(config: CleaningConfig, execution: Execution) -> None:
                 )
 
 
+def _allow_open_files(config: CleaningConfig) -> None:
+    """Raise this process's limit of open files, and its tasks', to what finding duplicates needs.
+
+    Raises: ConfigError where the machine allows fewer: after hours of work the error of a stage would be too late.
+    """
+    near = config.recipe.recipe.near_duplicates
+    if near is None and not config.recipe.recipe.exact_duplicates:
+        return
+    needed = max(config.tasks, near.num_buckets if near is not None else 0) + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigError(
+            f"--tasks is {config.tasks:,}, and finding duplicates opens a file of each task or bucket at once, "
+            f"{needed:,} files, but this machine allows {hard:,}; use fewer tasks, or raise the limit (ulimit -n)."
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def _require_utf8(names: Iterable[object]) -> None:
+    """Raise DataError for names that the report, the record or the work cannot hold."""
+    problems = [shown(name) for name in map(str, names) if not _is_utf8(name)]
+    if problems:
+        raise DataError(
+            f"these names are not UTF-8, as the report needs them: {', '.join(problems)}; rename them."
+        )
+
+
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _remove(work: Path) -> None:
-    """Remove the work, the plan last: with it, a command that is killed meanwhile can be repeated."""
-    for entry in work.iterdir():
+    """Remove the work, the plan last: with it, a command that is killed meanwhile can be repeated.
+
+    The logs go first: their marks of finished tasks would else stand for files that are gone.
+    """
+    for entry in sorted(work.iterdir(), key=lambda entry: entry.name != "logs"):
         if entry.is_dir():
             shutil.rmtree(entry)
     shutil.rmtree(work)
 
 
-def _read_inputs(config: CleaningConfig, absolute: bool) -> Inputs:
+def _read_inputs(config: CleaningConfig, work: Path, absolute: bool) -> Inputs:
     """Args: absolute: make paths absolute, because workers have another working directory."""
     from data_utils.cleaning.stages import Inputs
 
     reading = config.reading
-    paths = expand_inputs(config.inputs)
-    held_out = expand_inputs(config.held_out) if config.held_out else []
-    evaluation_paths = expand_inputs(config.evaluation_inputs) if config.evaluation_inputs else []
+    paths, held_out, evaluation_paths = (
+        [path for path in expand_inputs(patterns) if not _is_below(path, work)] if patterns else []
+        for patterns in (config.inputs, config.held_out, config.evaluation_inputs)
+    )
+    _require_utf8([*paths, *held_out])
     check_text_key(reading.text_key, [*paths, *held_out, *evaluation_paths])
     among = set(map(_content_key, paths))
     for option, others in (("--held-out", held_out), ("--decontaminate", evaluation_paths)):
@@ -167,16 +219,21 @@ def _read_inputs(config: CleaningConfig, absolute: bool) -> Inputs:
                 raise DataError(
                     f"{option} {path} is also an --input, all of which it would remove; name it once."
                 )
-    evaluation = None
+    evaluation, records = None, RecordCounts()
     if evaluation_paths:
-        documents = read_document_files(evaluation_paths, **asdict(reading))
+        documents = read_document_files(evaluation_paths, **asdict(reading), counts=records)
         evaluation = EvaluationTexts(list(documents))
     if absolute:
         paths, held_out = (
             [path.absolute() if isinstance(path, Path) else path for path in files]
             for files in (paths, held_out)
         )
-    return Inputs(paths, held_out, evaluation, reading)
+    return Inputs(paths, held_out, evaluation, dict(sorted(records.bad.items())), reading)
+
+
+def _is_below(path: InputFile, work: Path) -> bool:
+    """Whether a file is of the work itself, which a glob such as data/**/*.jsonl finds when the command is repeated."""
+    return isinstance(path, Path) and work in Path(os.path.abspath(path)).parents
 
 
 def _plan(config: CleaningConfig, inputs: Inputs) -> dict[str, Any]:
@@ -243,7 +300,7 @@ def _open_work(work: Path, plan: Mapping[str, Any], restart: bool) -> None:
     if work.exists() and (not work.is_dir() or (any(work.iterdir()) and not (work / _PLAN).exists())):
         raise DataError(f"{work} is not the work of a cleaning run, but has its name; move it away.")
     if restart and work.exists():
-        shutil.rmtree(work)
+        _remove(work)
     started = _read_plan(work, plan)
     if started is not None and started != plan:
         raise DataError(
@@ -298,13 +355,8 @@ def _run_stages(
                 run_stage(stage, folders, execution, job_name)
                 if number == 1:
                     _check_read(config, folders)
-                if (
-                    stage.name == "held_out"
-                    and not merged_records(folders.counts("held_out"))[0]["documents"]
-                ):
-                    raise _UselessWork(
-                        "the files of --held-out have no document; give texts, or leave the option out."
-                    )
+                if stage.name == "held_out":
+                    _check_held_out(config, folders)
             report, files = _report(config, inputs, folders)
         except BaseException as error:
             if isinstance(error, _UselessWork) or not any((work / "logs").glob("*/completions/*")):
@@ -339,6 +391,15 @@ def _check_read(config: CleaningConfig, folders: WorkFolders) -> None:
                 f"{config.recipe.path} names the field {name!r}, but none of the {read['documents']:,} documents has "
                 "it; correct the name, or clean other text."
             )
+
+
+def _check_held_out(config: CleaningConfig, folders: WorkFolders) -> None:
+    """Raise DataError for too many bad records of all tasks, and without a document."""
+    read, records = merged_records(folders.counts("held_out"))
+    reading = config.reading
+    records.enforce(reading.on_bad_record, reading.max_bad_records, reading.text_split)
+    if not read["documents"]:
+        raise _UselessWork("the files of --held-out have no document; give texts, or leave the option out.")
 
 
 def _report(
@@ -377,12 +438,15 @@ def _report(
         report["evaluation"] = {
             "texts": inputs.evaluation.num_texts,
             "texts_too_short": inputs.evaluation.num_too_short,
+            "bad": inputs.bad_evaluation_texts,
             "words": NGRAM_WORDS,
             "fingerprint": inputs.evaluation.fingerprint,
         }
     if inputs.held_out:
-        held_out, _ = merged_records(folders.counts("held_out"))
-        report["held_out"] = {"documents": held_out["documents"], "bytes": held_out["bytes"]}
+        held_out, bad = merged_records(folders.counts("held_out"))
+        report["held_out"] = {
+            "documents": held_out["documents"], "bytes": held_out["bytes"], "bad": dict(sorted(bad.bad.items()))
+        }  # fmt: skip
     files = {counts["file"]: counts["file_bytes"] for counts in written if counts["documents"]}
     _require_whole(report, folders, files)
     return report, files

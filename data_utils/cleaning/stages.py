@@ -69,6 +69,7 @@ class Inputs:
     paths: Sequence[InputFile]
     held_out: Sequence[InputFile]
     evaluation: EvaluationTexts | None
+    bad_evaluation_texts: dict[str, int]  # type of problem -> number of records
     reading: Reading
 
 

@@ -80,9 +80,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
-        self.register(
-            "type", Path, lambda text: Path(expanded_path(text or self.error("a path must not be empty")))
-        )
+        self.register("type", Path, self._path)
 
     def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's own, but settings (section.key=value) may follow an option that takes several values."""
@@ -99,6 +97,13 @@ class ArgumentParser(argparse.ArgumentParser):
             else:
                 arguments.append(argument)
         return super().parse_intermixed_args(arguments, namespace)
+
+    def _path(self, text: str) -> Path:
+        if not text:
+            self.error("a path must not be empty")
+        if is_url(text):  # Path would make a directory s3: of it
+            self.error(f"{without_secrets(text)} is a URL, where a path of this machine is needed")
+        return Path(expanded_path(text))
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see --help.")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -74,7 +75,9 @@ def cleaning_records(inputs: Iterable[InputFile]) -> list[dict[str, Any]]:
 def _output(path: InputFile) -> str | None:
     """The output of the cleaning run that may have written a file; None where its name or URL excludes one."""
     if isinstance(path, Path):
-        return str(path.parent.parent) if path.parent.name == TEXT else None
+        # The name of a folder may be in no path: 00000.jsonl, given where it lies.
+        parent = path.parent if path.parent.name == TEXT else Path(os.path.abspath(path)).parent
+        return str(parent.parent) if parent.name == TEXT else None
     output, _, folder = path.label.rpartition("/")[0].rpartition("/")
     return output if folder == TEXT and "://" in output and not is_signed(path) else None
 

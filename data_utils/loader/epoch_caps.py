@@ -23,6 +23,7 @@ from data_utils.loader.mixture import Mixture, dealt_samples
 MixturesOf = Callable[[Sequence[PhaseSamples], Sequence[Sequence[float]]], list[Mixture]]
 
 _ROUNDS = 20_000
+_PATIENCE, _PROGRESS = 100, 1e-3  # rounds in which this share of what is missing must be found
 _TRIES = 20
 _EXACT = 1e-9  # of a phase's samples
 
@@ -86,7 +87,6 @@ def _fitting_weights(
     max_epochs = np.array([np.inf if cap is None else cap for cap in caps], np.float64)
     counts = np.array([phase.stop_sample - phase.first_sample for phase in phases])
     shares, per_epoch = (np.array(each[: len(phases)], np.float64) for each in (weights, windows))
-    shares /= shares.sum(1, keepdims=True)
 
     def excess(fitting: Sequence[Sequence[float]]) -> np.ndarray:
         epochs = mixtures_of(phases, fitting)[-1].epochs(int(counts[-1]))
@@ -95,6 +95,7 @@ def _fitting_weights(
     plain = [list(each) for each in weights[: len(phases)]]
     if not excess(plain).any():
         return plain
+    shares /= shares.sum(1, keepdims=True)  # behind the check of all weights: sums of 0 are refused there
     limits = max_epochs.copy()
     for _ in range(_TRIES):
         samples = share_out(shares * counts[:, None], per_epoch, limits) if np.all(limits > 0) else None
@@ -122,17 +123,24 @@ def share_out(samples: np.ndarray, per_epoch: np.ndarray, max_epochs: np.ndarray
         per_epoch: float [phases, corpora], samples of an epoch.
         max_epochs: float [corpora], above 0, over all phases; inf = no cap.
     """
-    wanted, capped, missed = samples.sum(1), np.zeros(samples.shape[1], bool), np.inf
-    for _ in range(_ROUNDS):
+    wanted, capped = samples.sum(1), np.zeros(samples.shape[1], bool)
+    checked, missed = 0, np.inf
+    for number in range(_ROUNDS):
         epochs = (samples / per_epoch).sum(0)
         over = epochs > max_epochs
         samples = samples * np.divide(max_epochs, epochs, where=over, out=np.ones_like(epochs))
         missing = wanted - samples.sum(1)
         if np.all(missing <= _EXACT * wanted):
             return samples
-        if not np.any(over & ~capped) and missing.sum() > (1 - 1e-6) * missed:
-            return None
-        capped, missed = capped | over, missing.sum()
+        # What is missing may grow for some rounds, while a capped corpus moves from phases that have others to one that
+        # has none.
+        if np.any(over & ~capped):
+            checked, missed = number, np.inf
+        elif number == checked + _PATIENCE:
+            if missing.sum() > (1 - _PROGRESS) * missed:
+                return None
+            checked, missed = number, missing.sum()
+        capped = capped | over
         others = np.where(capped, 0.0, samples)
         # A phase whose corpora are all capped needs them nevertheless: they grow there, and are lowered in all phases
         # again, until what they lose in the other phases suffices.

@@ -40,9 +40,10 @@ BLOCK_SIZE = 4096
 _MASK_64 = (1 << 64) - 1
 
 
-def quotas(weights: Sequence[float]) -> np.ndarray:
+def quotas(weights: Sequence[float], names: Sequence[object] = ()) -> np.ndarray:
     """Samples of each corpus in a block, int64 [corpora], by largest remainder; their sum is BLOCK_SIZE.
 
+    Args: names: of the corpora, for errors.
     Raises: ConfigError for a weight that is negative or not finite, or too small for one sample, and if all are 0.
     """
     shares = np.asarray(weights, np.float64)
@@ -58,9 +59,11 @@ def quotas(weights: Sequence[float]) -> np.ndarray:
     largest_remainders = np.argsort(counts - shares, kind="stable")  # stable: ties go to the earlier corpus
     counts[largest_remainders[: BLOCK_SIZE - int(counts.sum())]] += 1
     if not counts[takes_part].all():
+        corpus = int(np.argmin(np.where(takes_part, shares, np.inf)))
+        name = f"the corpus {names[corpus]}" if names else f"a corpus of weight {weights[corpus]}"
         raise ConfigError(
-            f"corpus weight {weights[int(np.argmin(counts + ~takes_part))]} is below 1/{BLOCK_SIZE} of the total; "
-            "raise it or remove the corpus."
+            f"{name} has {shares[corpus] / BLOCK_SIZE:.2g} of the samples, but 1/{BLOCK_SIZE} is the least; raise its "
+            "weight or its share of the tokens, or remove the corpus."
         )
     return counts
 
@@ -130,8 +133,9 @@ class Mixture:
         self.seed = seed
         self.start = start
         self.streams = list(streams)
-        self.quotas = quotas([weight for _, weight in self.corpora])
         self.indexes = [index for index, _ in self.corpora]
+        names = [index.dataset.prefix for index in self.indexes]
+        self.quotas = quotas([weight for _, weight in self.corpora], names)
         for index in self.indexes:
             if not index.num_windows:
                 raise DataError(

@@ -91,9 +91,13 @@ def _recipe(report: Mapping[str, Any]) -> Iterator[Html]:
         yield element(
             "p",
             f"Evaluation texts: {evaluation['texts']:,}; {evaluation['texts_too_short']:,} of them have fewer than "
-            f"{evaluation['words']} words and are not searched for.",
+            f"{evaluation['words']} words and are not searched for. {sum(evaluation['bad'].values()):,} bad "
+            "records were left out.",
         )
     if held_out := report.get("held_out"):
-        yield element("p", f"Held-out texts: {held_out['documents']:,} documents.")
+        bad = sum(held_out["bad"].values())
+        yield element(
+            "p", f"Held-out texts: {held_out['documents']:,} documents, {bad:,} bad records left out."
+        )
     written = yaml.safe_dump(report["recipe"], sort_keys=False, allow_unicode=True)
     yield element("pre", joined(element("code", written)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import gzip
 import json
 import os
@@ -13,6 +15,7 @@ import subprocess
 import sys
 from functools import partial
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -25,7 +28,9 @@ from support.slurm_cluster import reason_to_skip, running_cluster
 from support.stores import RefusedLater, serving
 from support.waiting import wait_until
 
+from data_utils.cleaning.run import _open_work
 from data_utils.common.files import open_locked
+from data_utils.dataset.cleaning_record import cleaning_records, record_bytes
 from data_utils.dataset.indexed_dataset import IndexedDataset
 
 LENGTH = 40
@@ -207,6 +212,17 @@ def test_a_killed_command_continues_and_ends_with_the_same_output(raw):
     assert sorted(path.name for path in raw.iterdir()) == ["out", "raw.jsonl", "recipe.yaml", "straight"]
 
 
+def test_discarded_work_is_never_taken_for_finished(tmp_path, monkeypatch):
+    """A kill while it is removed leaves the plan, and no mark of a task whose files are gone."""
+    for name in ("counts", "data", "logs", "output"):
+        (tmp_path / "out.cleaning" / name).mkdir(parents=True)
+    (tmp_path / "out.cleaning/plan.json").write_text("{}")
+    removed = []
+    monkeypatch.setattr(shutil, "rmtree", lambda path: removed.append(path.name))
+    _open_work(tmp_path / "out.cleaning", {}, restart=True)
+    assert removed[0] == "logs" and removed[-1] == "out.cleaning" and len(removed) == 5
+
+
 def leave_work(raw):
     """Work of a command that was killed after the first task."""
     command = Forked(
@@ -272,7 +288,10 @@ def test_a_killed_worker_is_one_line(raw):
     ("arguments", "message"),
     [
         (["--input", "absent.jsonl"], "absent.jsonl does not exist"),
-        (["--tasks", "0", "--workers", "0"], "--workers is 0"),
+        (
+            ["--tasks", "0", "--workers", "0"],
+            "--workers is 0; it must be 1 or more. --tasks is 0; it must be in [1, 60000].",
+        ),
         (["--tasks", "0"], "--tasks is 0"),
         (["--executor", "dask"], "--executor is 'dask'"),
         (["--partition", "cpu"], "--partition is given"),
@@ -286,6 +305,9 @@ def test_a_killed_worker_is_one_line(raw):
         (["--decontaminate", "raw.jsonl"], "--decontaminate raw.jsonl is also an --input"),
         (["--recipe", "absent"], "absent"),
         (["--output", "raw.jsonl"], "raw.jsonl already exists"),
+        (["--output", "/"], "--output is /; give a new directory"),
+        (["--output", "s3://bucket/clean"], "s3://bucket/clean is a URL"),
+        (["--output", os.fsdecode(b"o\xff")], "names are not UTF-8"),
         (["--text-split", "words"], "invalid choice"),
         (["--max-bad-records", "-1"], "max_bad_records is -1"),
     ],
@@ -311,6 +333,69 @@ def test_recipes_that_cannot_help_are_one_line(raw, settings, message):
     done = cleaning.clean(raw, "--input", "raw.jsonl", "--output", "out", **settings)
     assert_stopped(done, message)
     assert sorted(path.name for path in raw.iterdir()) == ["raw.jsonl", "recipe.yaml"]
+
+
+def test_names_that_are_not_utf8_are_refused_at_once(raw):
+    names = [os.fsdecode(name) for name in (b"a\xff.jsonl", b"b\xff.jsonl")]
+    for name in names:
+        shutil.copy(raw / "raw.jsonl", raw / name)
+    done = run(raw, "--input", *names, "--output", "out")
+    assert_refused(
+        done, r"not UTF-8, as the report needs them: 'a\udcff.jsonl', 'b\udcff.jsonl'; rename them"
+    )
+
+
+@pytest.mark.parametrize(("soft", "hard", "tasks"), [(64, 5000, 90), (64, 150, 90), (64, 150, 40)])
+def test_finding_duplicates_may_open_a_file_of_each_task(raw, soft, hard, tasks):
+    cleaning.recipe(raw, exact_duplicates=True)
+    command = [sys.executable, ROOT / cleaning.SCRIPT, *COMMAND, "--input", "raw.jsonl", "--output", "out"]
+    done = subprocess.run(
+        ["bash", "-c", f'ulimit -Sn {soft}; ulimit -Hn {hard}; exec "$@"', "-", *command, "--tasks", str(tasks)],
+        cwd=raw, capture_output=True, text=True,
+    )  # fmt: skip
+    if tasks + 100 > hard:
+        assert_refused(done, f"this machine allows {hard}; use fewer tasks")
+    else:
+        assert done.returncode == 0, done.stderr
+
+
+def test_the_work_is_no_input_of_the_same_command(tmp_path):
+    """A glob with ** finds the text that the first task has written."""
+    generator = random.Random(4)
+    cleaning.write_lines(tmp_path / "in.jsonl", [" ".join(cleaning.words(generator, 9)) for _ in range(20)])
+    with (tmp_path / "in.jsonl").open("a") as file:
+        file.write('{"text": 3}\n')
+    quality = {"min_doc_words": 2, "min_stop_words": None}
+    for _ in range(2):
+        options = ["--input", "**/*.jsonl", "--output", "out", "--tasks", 2, "--workers", 1]
+        done = cleaning.clean(tmp_path, *options, filters={"gopher_quality": quality})
+        assert_stopped(done, "in.jsonl:21: ")
+        assert (tmp_path / "out.cleaning/output/text/00000.jsonl").exists()
+
+
+def test_bad_records_of_held_out_texts_are_counted_over_all_tasks(raw):
+    (raw / "held.jsonl").write_text(
+        '{"text": 3}\n' * 3 + json.dumps({"text": "a " * 60}) + '\n{"text": 4}' * 3
+    )
+    options = ["--input", "raw.jsonl", "--output", "out", "--tasks", 2, "--held-out", "held.jsonl"]
+    settings = {"near_duplicates": {"num_buckets": 2, "hashes_per_bucket": 8}}
+    done = cleaning.clean(raw, *options, "--on-bad-record", "skip", "--max-bad-records", 5, **settings)
+    assert_stopped(
+        done, "6 bad records (6 field_not_text) exceed max_bad_records (5); the first is held.jsonl:1"
+    )
+    shutil.rmtree(raw / "out.cleaning")
+    cleaning.cleaned(raw, "out", *options[:2], *options[4:], "--on-bad-record", "skip", **settings)
+    assert json.loads((raw / "out/report.json").read_text())["held_out"]["bad"] == {"field_not_text": 6}
+
+
+def test_values_within_columns_of_a_table_are_written_as_json(raw):
+    day, number = datetime.date(2026, 1, 2), decimal.Decimal("1.5")
+    column = [{"day": day, "list": [number], "code": b"ab"}]
+    parquet.write_table(pa.table({"text": ["some words"], "meta": column, "day": [day]}), raw / "a.parquet")
+    settings = {"exact_duplicates": True, "fields": ["meta", "day"]}
+    (record,) = cleaning.cleaned(raw, "out", "--input", "a.parquet", "--tasks", 1, **settings)
+    assert record["meta"] == {"day": "2026-01-02", "list": ["1.5"], "code": "b'ab'"}
+    assert record["day"] == "2026-01-02"
 
 
 @pytest.mark.parametrize("option", ["--held-out", "--decontaminate"])
@@ -396,6 +481,20 @@ def test_the_report_shows_examples_and_runs_nothing(tmp_path):
     assert "raw.jsonl:1" in page.texts and any(text.startswith("<script>alert(1)") for text in page.texts)
     policy = [a["content"] for tag, a in page.tags if tag == "meta" and "http-equiv" in a]
     assert policy and "default-src 'none'" in policy[0]
+
+
+def test_the_record_is_found_from_the_folder_of_the_text(tmp_path, monkeypatch):
+    (tmp_path / "out/text").mkdir(parents=True)
+    (tmp_path / "out/text/00000.jsonl").write_text("{}\n")
+    (tmp_path / "out/manifest.json").write_bytes(record_bytes({"in": 1}, {"00000.jsonl": 3}))
+    for folder, name in (
+        ("out/text", "00000.jsonl"),
+        ("out", "text/00000.jsonl"),
+        (".", "out/text/00000.jsonl"),
+    ):
+        monkeypatch.chdir(tmp_path / folder)
+        (record,) = cleaning_records([Path(name)])
+        assert record["in"] == 1 and Path(record["output"]).resolve() == tmp_path / "out"
 
 
 WORDS = [

@@ -196,9 +196,9 @@ def test_texts_that_share_13_words_with_evaluation_texts(tmp_path, contaminated)
         words[20 : 20 + count] = [f"({word.upper()})," for word in question.split()[5 : 5 + count]]
         texts[i] = " ".join(words)
     generator.shuffle(texts)
-    cleaning.write_lines(tmp_path / "eval.jsonl", [*questions, "short"])
+    cleaning.write_lines(tmp_path / "eval.jsonl", [*questions, "short", 3, None])
     cleaning.write_lines(tmp_path / "raw.jsonl", texts)
-    options = ["--input", "raw.jsonl", "--decontaminate", "eval.jsonl"]
+    options = ["--input", "raw.jsonl", "--decontaminate", "eval.jsonl", "--on-bad-record", "skip"]
     found = cleaning.texts(cleaning.cleaned(tmp_path, "out", *options, contaminated=contaminated))
     known = set.union(*map(thirteen_words, questions))
     clean = [text for text in texts if not thirteen_words(text) & known]
@@ -208,3 +208,4 @@ def test_texts_that_share_13_words_with_evaluation_texts(tmp_path, contaminated)
     rule = report["rules"]["contamination"]
     assert (rule["documents"], rule["removed"]) == (13, contaminated == "remove")
     assert (report["evaluation"]["texts"], report["evaluation"]["texts_too_short"]) == (21, 1)
+    assert report["evaluation"]["bad"] == {"field_not_text": 2}

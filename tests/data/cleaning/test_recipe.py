@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import operator
+import os
 
 import pytest
 from datatrove.pipeline.filters import (
@@ -58,6 +59,13 @@ def test_which_records_stay(text, kept):
     keep = Keep(text)
     values = [{name: record[name] for name in keep.fields if name in record} for record in RECORDS]
     assert [i for i, record in enumerate(values) if keep(record)] == kept
+
+
+def test_whole_numbers_in_text_are_not_rounded():
+    keep = Keep("id == 9007199254740993")
+    assert [keep({"id": value}) for value in ("9007199254740993", 9007199254740993, "9007199254740992")] == [
+        True, True, False
+    ]  # fmt: skip
 
 
 @given(
@@ -184,6 +192,28 @@ def test_mistakes_are_named_with_their_lines(text, named, tmp_path):
     assert "\n" not in str(error.value)
     for part in named:
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["dup_line_frac", "dup_para_frac", "dup_line_char_frac", "dup_para_char_frac"]
+)
+def test_a_share_of_0_that_datatrove_reads_as_no_limit_is_refused(name, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"filters:\n  gopher_repetition:\n    {name}: 0\n")
+    with pytest.raises(
+        ConfigError, match=rf":3: filters.gopher_repetition.{name} is 0.0; it must be in \(0, 1\]"
+    ):
+        read_recipe(path)
+
+
+def test_a_pipe_is_no_recipe(tmp_path):
+    """It would be empty when its checksum is made."""
+    reading, writing = os.pipe()
+    os.write(writing, b"exact_duplicates: true\n")
+    os.close(writing)
+    with pytest.raises(ConfigError, match="is a pipe"):
+        read_recipe(f"/dev/fd/{reading}")
+    os.close(reading)
 
 
 def test_a_key_without_a_value_has_the_defaults(tmp_path):

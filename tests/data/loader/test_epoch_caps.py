@@ -79,6 +79,22 @@ def test_a_phase_of_one_corpus_gets_its_text_before_the_others():
     assert share_out(samples, np.full((2, 2), 1000.0), np.array([1.99, np.inf])) is None
 
 
+@pytest.mark.parametrize(
+    ("samples", "per_epoch", "caps", "expected"),
+    [
+        # Corpus 0 goes to the second phase, whose other corpus is capped a round later; the first phase has corpus 2.
+        ([[9000, 0, 1000], [3500, 500, 0]], [[1000] * 3] * 2, [4.5, 0.5], [[1000, 0, 9000], [3500, 500, 0]]),
+        ([[0, 6900, 2100], [4000, 5100, 0]], [[3200, 3400, 700], [1600, 1700, 350]], [4, 2],
+         [[0, 1400, 7600], [6400, 2700, 0]]),
+    ],
+)  # fmt: skip
+def test_text_that_suffices_is_found_where_more_is_missing_for_a_while(samples, per_epoch, caps, expected):
+    samples, per_epoch = np.array(samples, float), np.array(per_epoch, float)
+    shared = share_out(samples, per_epoch, np.array([*caps, np.inf]))
+    assert shared == pytest.approx(np.array(expected, float), rel=1e-6)
+    assert share_out(samples, per_epoch, np.array([0.77 * caps[0], caps[1], np.inf])) is None
+
+
 def phases_of(plan, caps, unit="weight", length=512, region=0):
     """Phases of a run: [(samples, weights)], in steps of ten samples."""
     phases, first = [], 0
@@ -170,11 +186,24 @@ def test_a_corpus_of_which_nothing_is_left_is_an_error_that_names_it():
         phase_mixtures([Corpus(9000), Corpus(3)], 4, phases_of([(20, (1, 0)), (60_000, (1, 1))], (None, 2)))
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("cap", [None, 2])
+@pytest.mark.parametrize("share", [0, 1e308])
 @pytest.mark.parametrize("unit", ["weight", "tokens"])
-def test_shares_whose_sum_overflows_are_refused(unit):
-    phases = phases_of([(3000, (1e308, 1e308))], (None, None), unit)
+def test_shares_without_a_finite_sum_are_refused(unit, share, cap):
+    """By one error, without a warning of numpy before it."""
+    phases = phases_of([(3000, (share, share))], (cap, None), unit)
     with pytest.raises(ConfigError, match="finite sum"):
         phase_mixtures([Corpus(700), Corpus(400)], 4, phases)
+
+
+@pytest.mark.parametrize("unit", ["weight", "tokens"])
+def test_a_share_below_a_sample_of_a_block_is_refused_with_the_name_of_the_corpus(unit):
+    """The weight in samples that follows from a share of the tokens stands in no file."""
+    phases = phases_of([(3000, (0.0001, 1, 0))], (None, None, None), unit)
+    message = "corpus of 700 has 0.0001 of the samples, but 1/4096 is the least"
+    with pytest.raises(ConfigError, match=message):
+        phase_mixtures([Corpus(700), Corpus(400), Corpus(300)], 4, phases)
 
 
 def test_caps_that_nothing_reaches_change_no_sample():
