@@ -111,9 +111,15 @@ def expanded_path(text: str, name: str = "path") -> str:
 
     Shells expand neither `key=~/x` nor what stands in quotes or in a file.
 
-    Raises: ConfigError for `$`, and for `~` of nobody.
+    Raises: ConfigError for `$`, for `~` of nobody, and for a URL that is no UTF-8.
     """
     if is_url(text):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(
+                f"{name} is {without_secrets(text)!r}, which is not UTF-8, as names in stores are; correct it."
+            ) from None
         return text
     if "$" in text:
         raise ConfigError(

@@ -47,7 +47,7 @@ class WebStore:
 def list_web(url: str) -> list[StoredObject]:
     """The object of a URL. Raises DataError."""
     if re.search(r"[\s'\"]", url):  # what follows could not be told from the rest of a message
-        start = without_secrets(re.split(r"[\s'\"]", url)[0])
+        start = without_secrets(re.split(r"[\s'\"]", re.sub(r"//[^/?#]*@", "//", url))[0])
         raise DataError(
             f"input {start}: the URL has white space or a quote in it; write %20, %27 or %22 instead."
         )

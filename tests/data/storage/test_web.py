@@ -99,6 +99,24 @@ def test_an_object_that_changes_is_refused(tmp_path):
                 listed.read(0, 100)
 
 
+def test_an_answer_of_more_than_was_asked_for_is_not_read_to_its_end():
+    """A server that sends the rest of the object for a range of it would fill the memory."""
+    taken = []
+
+    class Sending:
+        patience = objects.Patience(first_wait=0)
+
+        def stream(self, stored, start, stop):
+            for _ in range(1000):
+                taken.append(1)
+                yield bytes(1000)
+
+    stored = objects.StoredObject("https://host/a", 10**6, "x", "a", Sending())
+    with pytest.raises(DataError, match="not what it was"):
+        stored.read(0, 2000)
+    assert len(taken) == 3
+
+
 def test_a_build_does_not_go_on_with_another_version(tmp_path):
     content = lines("a", 2000)
     with serving({"/a.jsonl": content}) as server:
@@ -193,6 +211,9 @@ def test_two_files_of_one_name_are_refused_and_one_given_twice_is_read_once(capl
         "https:///a.jsonl",
         "https://x/*.jsonl",
         "https://x/a b.jsonl?sig=CANARY",
+        "https://me:a/CANARY@x/a.jsonl",
+        "https://me:a'CANARY@x/a.jsonl",
+        "https://me:CANARY'@x/a.jsonl",
     ],
 )
 def test_urls_that_cannot_be_read_are_one_line(url):
