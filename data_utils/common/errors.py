@@ -81,7 +81,7 @@ class ArgumentParser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
         self.register(
-            "type", Path, lambda text: Path(expanded_path(text or self.error("a path must not be empty")))
+            "type", Path, lambda text: Path(local_path(text or self.error("a path must not be empty")))
         )
 
     def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -131,6 +131,13 @@ def expanded_path(text: str, name: str = "path") -> str:
             f"{name} is {text!r}, but this user does not exist; write ./{text} for a file with this name."
         )
     return path
+
+
+def local_path(text: str, name: str = "path") -> str:
+    """As `expanded_path`, but a URL is refused: it would become a directory with its name. Raises ConfigError."""
+    if is_url(text):
+        raise ConfigError(f"{name} is {without_secrets(text)!r}, a URL; give a path of this machine.")
+    return expanded_path(text, name)
 
 
 def run_command(
