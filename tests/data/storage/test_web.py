@@ -148,6 +148,20 @@ def test_refusals_are_one_request_and_one_line(status):
         assert len(server.seen) == 1
 
 
+def test_redirects(caplog):
+    """To where ranges are read, but to no other protocol, nowhere without end, and with no word of them."""
+    with serving({"/b.jsonl": b"{}\n"}) as server:
+        server.redirects["/a.jsonl"] = "/b.jsonl?sig=CANARY"
+        [listed] = expand_inputs([f"{server.url}/a.jsonl"])
+        assert listed.read(0, 3) == b"{}\n" and listed.label == f"{server.url}/a.jsonl"
+        for where in ("ftp://host/CANARY.jsonl", "file:///CANARY", "http://[x/CANARY", "/a.jsonl?CANARY"):
+            server.redirects["/a.jsonl"] = where
+            with pytest.raises(DataError, match=r"/a.jsonl: .*; check the URL") as error:
+                expand_inputs([f"{server.url}/a.jsonl"])
+            assert "CANARY" not in str(error.value)
+    assert not caplog.text
+
+
 def test_attempts_without_a_byte_end(caplog):
     with serving({"/a.jsonl": b"{}\n"}, busy=1.0) as server:
         with pytest.raises(DataError, match=r"10 attempts in a row brought nothing \(.*status 503\)"):
