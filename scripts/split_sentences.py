@@ -77,7 +77,7 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     text = "files or globs, as scripts/preprocess_data.py takes them"
     add("--input", type=expanded_path, required=True, nargs="+", help=text)
     text = "output text file, for preprocess_data.py --text-split lines"
-    add("--output", type=expanded_path, required=True, help=text)
+    add("--output", type=Path, required=True, help=text)
     add("--most-words", type=int, default=64, help="skip longer sentences (default: 64)")
     add("--text-key", default="text", help="field or column with the text (default: text)")
     add(

@@ -126,7 +126,7 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--vocab-size", required=True, type=int, help=text)
     add("--cased", action="store_true", help="wordpiece: keep case and accents")
-    add("--output", type=expanded_path, required=True, help="output directory of the tokenizer file")
+    add("--output", type=Path, required=True, help="output directory of the tokenizer file")
     args = parser.parse_args(arguments)
     if args.cased and args.kind != "wordpiece":
         raise ConfigError(

@@ -55,8 +55,15 @@ class BuildDirectory:
     def open(self, plan: Mapping[str, Any], restart: bool) -> None:
         """Start a build, or continue the one that was started with the same plan.
 
-        Raises: DataError if another build was started here, unless `restart` discards it.
+        Raises: DataError if another build was started here, unless `restart` discards it; for too many inputs.
         """
+        content = json.dumps(plan, indent=1).encode()
+        if len(content) > _MAX_BYTES:  # now: what cannot be read back would end the build after its work
+            raise DataError(
+                f"{len(plan['inputs']):,} input files need a plan of {len(content):,} bytes, more than the "
+                f"{_MAX_BYTES:,} that are read back; join files, or build several datasets and list them all in "
+                "data.train."
+            )
         with disk_errors(self.path):
             if restart:
                 self.remove()
@@ -64,7 +71,7 @@ class BuildDirectory:
             if started is None:
                 self.remove()
                 self.path.mkdir(parents=True)
-                write_atomically(self.path / _PLAN, json.dumps(plan, indent=1).encode())
+                write_atomically(self.path / _PLAN, content)
             # Shards of another plan would be mixed into this build without a word.
             elif (difference := _difference(started, _as_json_reads(plan))) is not None:
                 raise DataError(

@@ -297,6 +297,12 @@ def _read_plan(work: Path, plan: Mapping[str, Any]) -> Any:
 
 def _open_work(work: Path, plan: Mapping[str, Any], restart: bool) -> None:
     """Begin the work, or continue it. Raises DataError if work with another plan was begun."""
+    content = json.dumps(plan, indent=1).encode()
+    if len(content) > _MAX_BYTES:  # now: what cannot be read back could not be continued
+        raise DataError(
+            f"{len(plan['input']):,} input files need a plan of {len(content):,} bytes, more than the {_MAX_BYTES:,} "
+            "that are read back; join files, or clean them in several runs."
+        )
     if work.exists() and (not work.is_dir() or (any(work.iterdir()) and not (work / _PLAN).exists())):
         raise DataError(f"{work} is not the work of a cleaning run, but has its name; move it away.")
     if restart and work.exists():
@@ -310,7 +316,7 @@ def _open_work(work: Path, plan: Mapping[str, Any], restart: bool) -> None:
     if started is None:
         # For its owner alone: jobs of SLURM load from there the pipeline that they run, as datatrove pickles it.
         work.mkdir(mode=0o700, exist_ok=True)
-        write_atomically(work / _PLAN, json.dumps(plan, indent=1).encode())
+        write_atomically(work / _PLAN, content)
     (work / "output" / TEXT).mkdir(parents=True, exist_ok=True)
 
 

@@ -80,7 +80,9 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
-        self.register("type", Path, self._path)
+        self.register(
+            "type", Path, lambda text: Path(local_path(text or self.error("a path must not be empty")))
+        )
 
     def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's own, but settings (section.key=value) may follow an option that takes several values."""
@@ -98,13 +100,6 @@ class ArgumentParser(argparse.ArgumentParser):
                 arguments.append(argument)
         return super().parse_intermixed_args(arguments, namespace)
 
-    def _path(self, text: str) -> Path:
-        if not text:
-            self.error("a path must not be empty")
-        if is_url(text):  # Path would make a directory s3: of it
-            self.error(f"{without_secrets(text)} is a URL, where a path of this machine is needed")
-        return Path(expanded_path(text))
-
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see --help.")
 
@@ -116,9 +111,15 @@ def expanded_path(text: str, name: str = "path") -> str:
 
     Shells expand neither `key=~/x` nor what stands in quotes or in a file.
 
-    Raises: ConfigError for `$`, and for `~` of nobody.
+    Raises: ConfigError for `$`, for `~` of nobody, and for a URL that is no UTF-8.
     """
     if is_url(text):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(
+                f"{name} is {without_secrets(text)!r}, which is not UTF-8, as names in stores are; correct it."
+            ) from None
         return text
     if "$" in text:
         raise ConfigError(
@@ -130,6 +131,13 @@ def expanded_path(text: str, name: str = "path") -> str:
             f"{name} is {text!r}, but this user does not exist; write ./{text} for a file with this name."
         )
     return path
+
+
+def local_path(text: str, name: str = "path") -> str:
+    """As `expanded_path`, but a URL is refused: it would become a directory with its name. Raises ConfigError."""
+    if is_url(text):
+        raise ConfigError(f"{name} is {without_secrets(text)!r}, a URL; give a path of this machine.")
+    return expanded_path(text, name)
 
 
 def run_command(

@@ -173,6 +173,10 @@ def fetch_small(name: HubName, key: str, again: str, patterns: Collection[str]) 
         return Snapshot(directory, name.repository, directory.name)
 
 
+class BusyError(DataError):
+    """The hub has too much to do, or its answer was cut."""
+
+
 class _MissingFileError(Exception):
     """A repository lacks a file."""
 
@@ -201,7 +205,7 @@ def dataset_files(name: HubName, folder: str, what: str) -> tuple[str, list[tupl
 
     Args: what: where the user gave it, for messages.
     Returns: the commit; of each file its path, bytes, and a checksum of the hub.
-    Raises: DataError.
+    Raises: DataError; BusyError where another attempt may succeed.
     """
     remedy = f"check the name, or fetch it by `{name.download} --repo-type dataset --local-dir DIR` elsewhere"
     with _hub_errors(name, what, remedy):
@@ -284,7 +288,8 @@ def _hub_errors(name: HubName, what: str, remedy: str, absent: str = "") -> Iter
     except (UserError, TypeError, AttributeError, NameError):
         raise
     except Exception as error:
-        raise DataError(f"{what}: {_reason(error, name, absent)}; {remedy}.") from None
+        kind = BusyError if _is_busy(error) else DataError
+        raise kind(f"{what}: {_reason(error, name, absent)}; {remedy}.") from None
 
 
 def _is_unreachable(error: Exception) -> bool:
@@ -296,10 +301,20 @@ def _is_unreachable(error: Exception) -> bool:
     return isinstance(error, (errors.HTTPError, errors.OfflineModeIsEnabled))
 
 
+def _is_busy(error: Exception) -> bool:
+    errors = _hub().errors
+    if isinstance(error, errors.HfHubHTTPError):
+        return error.response.status_code >= 500 or error.response.status_code in (408, 429)
+    # Not where there is no connection at all, as on nodes without a network.
+    return isinstance(error, errors.HTTPError) and "Connect" not in type(error).__name__
+
+
 def _reason(error: Exception, name: HubName, absent: str) -> str:
     errors = _hub().errors
     if isinstance(error, _MissingFileError):
         return str(error)
+    if isinstance(error, errors.HFValidationError):
+        return f"{absent}{name} is no name that the hub takes"
     if isinstance(error, errors.GatedRepoError):
         return f"{absent}the hub gives it to those who have accepted its terms on its page and log in (`hf auth login`)"
     if isinstance(error, errors.RevisionNotFoundError):

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from data_utils.common.errors import ConfigError, expanded_path
+from data_utils.common.errors import ConfigError, expanded_path, local_path
 from data_utils.common.setting_files import MAX_DEPTH, parse_yaml, shorten, shown, yaml_comment
 
 REQUIRED: Any = dataclasses.MISSING
@@ -64,14 +64,16 @@ class Range:
         return f"in {'[' if self.above is None else '('}{low}, {high}{']' if self.below is None else ')'}"
 
 
-def setting(default: Any, help: str, is_path: bool = False, **limits: Any) -> Any:
+def setting(default: Any, help: str, is_path: bool = False, may_be_url: bool = False, **limits: Any) -> Any:
     """A field with its help text (purpose, unit). `REQUIRED` as default makes the key mandatory.
 
     Args:
         is_path: the text, or each of a list, names a file or directory: see `expanded_path`.
+        may_be_url: or it names one in a store.
         limits: fields of `Range`; None is always allowed where the type allows it.
     """
-    metadata = {"help": help, "range": Range(**limits) if limits else None, "is_path": is_path}
+    limited = Range(**limits) if limits else None
+    metadata = {"help": help, "range": limited, "is_path": is_path, "may_be_url": may_be_url}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -321,17 +323,17 @@ def _checked_value(value: Any, hint: Any, field: dataclasses.Field, path: str, r
     """The value of a key in its type and range. Raises: ConfigError."""
     converted = _convert(value, hint, path, root)
     if field.metadata.get("is_path"):
-        converted = _expanded(converted, path)
+        converted = _expanded(converted, path, expanded_path if field.metadata["may_be_url"] else local_path)
     if "inline" not in field.metadata:
         _check_range(field, converted, path)  # here with the position in a list
     return converted
 
 
-def _expanded(value: Any, path: str) -> Any:
+def _expanded(value: Any, path: str, expand: Callable[[str, str], str]) -> Any:
     """A path, None, or a list of paths."""
     if isinstance(value, tuple):
-        return tuple(_expanded(item, f"{path}[{i}]") for i, item in enumerate(value))
-    return None if value is None else expanded_path(value, path)
+        return tuple(_expanded(item, f"{path}[{i}]", expand) for i, item in enumerate(value))
+    return None if value is None else expand(value, path)
 
 
 def setting_names(cls: type, path: str = "") -> Iterator[str]:

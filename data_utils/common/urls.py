@@ -10,6 +10,9 @@ from urllib.parse import SplitResult, urlsplit
 _SCHEME = r"[A-Za-z][A-Za-z0-9+.-]{1,30}://"
 _URL = re.compile(_SCHEME)
 _IN_TEXT = re.compile(rf"({_SCHEME})([^\s'\"]*)")
+# A password with a / that is not written as %2F, as keys of s3:// have them.
+_NO_HOST = re.compile(r"[^/?#@:\[]*:[^/?#@]*[/?#].*@")
+_PORT = re.compile(r"[^:]*:\d*[/?#]")
 _OBJECT_STORES = ("s3", "gs", "gcs", "az", "abfs", "abfss", "hf")
 
 
@@ -33,13 +36,16 @@ def without_secrets(text: str) -> str:
 
 def _public(match: re.Match[str]) -> str:
     scheme, rest = match[1], match[2]
+    is_web = scheme[:-3].lower() not in _OBJECT_STORES
+    if _NO_HOST.match(rest) and not (is_web and _PORT.match(rest)):
+        return f"{scheme}..."  # nobody can tell where the password ends
     # Object stores have ? in globs and # in names; what looks like a query is none of theirs.
-    end = r"\?[^/]*=" if scheme[:-3].lower() in _OBJECT_STORES else r"[?#]"
+    end = r"[?#]" if is_web else r"\?[^/]*="
     if cut := re.search(end, rest):
         # The punctuation of a sentence that follows is no secret, but nobody can tell it from one.
         rest = rest[: cut.start()]
     host, slash, path = rest.partition("/")
     # A user without a password is part of a name: abfs://container@account, hf://datasets/org/name@revision.
-    if ":" in host.rpartition("@")[0] or (end == r"[?#]" and "@" in host):
+    if ":" in host.rpartition("@")[0] or (is_web and "@" in host):
         host = host.rpartition("@")[2]
     return scheme + host + slash + path

@@ -215,7 +215,9 @@ class _Inputs:
             self._refuse(
                 f"{folder} is a folder, which the glob does not enter; end the glob with ** or give {folder}/"
             )
-        is_named = len(listing.objects) == 1 and listing.objects[0].label == without_secrets(url)
+        # By its last part: a label of the hub has the commit too.
+        last = without_secrets(url).rpartition("/")[2]
+        is_named = len(listing.objects) == 1 and listing.objects[0].name == last
         for stored in listing.objects:
             if stored.name in ("state.json", "dataset_dict.json") and not is_named:
                 self._refuse(

@@ -84,6 +84,7 @@ def _copy_all(prefix: str | Path, target: Path, manifest: Mapping[str, Any]) -> 
 
 def _copy(source: Path, target: Path, recorded: Mapping[str, Any], bar: tqdm) -> None:
     checksums = FileChecksums(recorded["block_bytes"])
+    target.unlink(missing_ok=True)  # of a stopped copy: there may be no space for both
     with open(source, "rb") as reader, new_file(target) as writer:
         while chunk := reader.read(_CHUNK):
             writer.write(chunk)

@@ -44,6 +44,10 @@ def fetch_file(url: str, target: Path, recorded: Mapping[str, Any], bar: tqdm) -
     """
     source = _source(url, recorded)
     partial = target.with_name(f"{target.name}.partial")
+    if (
+        target.is_file() and not partial.exists()
+    ):  # a copy was stopped after this file and before its manifest
+        os.replace(target, partial)
     try:
         with _opened(partial) as descriptor:
             is_begun = os.fstat(descriptor).st_size == source.size
@@ -70,9 +74,10 @@ def fetch_file(url: str, target: Path, recorded: Mapping[str, Any], bar: tqdm) -
 
 
 def begun_bytes(target: Path) -> int:
-    """Bytes of the disk that a stopped copy of a file has."""
-    with contextlib.suppress(OSError):
-        return os.lstat(target.with_name(f"{target.name}.partial")).st_blocks * 512
+    """Bytes of the disk that a stopped copy of a file has, and that another one uses again."""
+    for path in (target.with_name(f"{target.name}.partial"), target):
+        with contextlib.suppress(OSError):
+            return os.lstat(path).st_blocks * 512
     return 0
 
 

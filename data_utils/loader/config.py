@@ -16,7 +16,9 @@ from data_utils.objectives import ObjectiveChoice
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("data.train")
 class CorpusConfig:
-    prefix: str = setting(REQUIRED, "Dataset path or URL (s3://...) without .bin/.idx/.json.", is_path=True)
+    prefix: str = setting(
+        REQUIRED, "Dataset path or URL (s3://...) without .bin/.idx/.json.", is_path=True, may_be_url=True
+    )
     weight: float | None = setting(
         None,
         "sampling weight in samples, relative to the other corpora; 0 = not used (until a later phase); null = 1 "
@@ -46,6 +48,7 @@ class CorpusConfig:
         None,
         "prefix of the same texts built with decoder_tokenizer; null if there is no decoder_tokenizer",
         is_path=True,
+        may_be_url=True,
     )
 
     def __post_init__(self) -> None:

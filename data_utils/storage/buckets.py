@@ -142,7 +142,7 @@ class BucketStore:
 
     def find(self, key: str) -> StoredObject | None:
         """The object of this name, if there is one. Raises DataError."""
-        label, path = f"input {self.bucket.url}{key}", self._path(key)
+        label, path = f"input {self.bucket.url}{key}", self.path(key)
         info = self.ask(label, lambda system: system.get_file_info(path))
         return self.pinned([info])[0] if info.is_file else None
 
@@ -159,18 +159,25 @@ class BucketStore:
         with ThreadPoolExecutor(_LISTED_AT_ONCE) as pool:
             return list(pool.map(pin, infos))
 
-    def _path(self, key: str) -> str:
+    def path(self, key: str) -> str:
+        """The path of a name for pyarrow. Raises DataError for one that it does not take."""
+        if "" in key.split("/"):
+            raise DataError(
+                f"{self.bucket.url}{key}: the name has an empty part (// or a / at an end), which is not read here; "
+                "rename the object."
+            )
         return f"{self.bucket.name}/{key}"
 
     def _present(self, system: pyarrow.fs.FileSystem, key: str, info: Any = None) -> tuple[int, str]:
         """Size and identity of an object. Args: info: of a listing just now. Raises FileNotFoundError."""
+        path = self.path(key)
         # Times of gs:// are exact, and pyarrow opens an object there by a request of all its bytes.
         if self.bucket.kind == "gs":
-            info = info or system.get_file_info(self._path(key))
+            info = info or system.get_file_info(path)
             if not info.is_file:
                 raise FileNotFoundError
             return info.size, f"{info.mtime_ns} ns"
-        file = system.open_input_file(self._path(key))
+        file = system.open_input_file(path)
         metadata = {name.lower(): value.decode() for name, value in file.metadata().items()}
         return file.size(), metadata.get("etag") or metadata.get("last-modified", "")
 
@@ -182,7 +189,7 @@ class BucketStore:
         def work(system: pyarrow.fs.FileSystem) -> None:
             try:
                 # Without compression: the library would compress what is named .gz.
-                with system.open_output_stream(self._path(key), compression=None) as file:
+                with system.open_output_stream(self.path(key), compression=None) as file:
                     for chunk in chunks():
                         file.write(chunk)
             except FileNotFoundError:
@@ -192,7 +199,7 @@ class BucketStore:
 
     def delete(self, key: str) -> None:
         """Delete an object. Raises DataError."""
-        path = self._path(key)
+        path = self.path(key)
         self.ask(f"{self.bucket.url}{key}", lambda system: system.delete_file(path))
 
     def stream(self, stored: StoredObject, start: int, stop: int) -> Iterator[bytes]:
@@ -237,7 +244,7 @@ def _file_system(bucket: Bucket, endpoint: str | None, process: int) -> pyarrow.
         assert bucket.account is not None
         return _library_class("AzureFileSystem")(**azure.file_system_options(bucket.account))
     region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION")
-    if region is None:
+    if not region:
         region = "us-east-1" if endpoint else pyarrow.fs.resolve_s3_region(bucket.name)
     return _library_class("S3FileSystem")(
         endpoint_override=endpoint,
@@ -252,7 +259,8 @@ def _emulator(endpoint: str | None) -> dict[str, Any]:
     """The options of another store than Google's, without credentials, as its SDKs read the variable."""
     if endpoint is None:
         return {}
-    parts = split_url(endpoint if "://" in endpoint else f"http://{endpoint}")
+    address = endpoint if "://" in endpoint else f"http://{endpoint}"
+    parts = split_url(address)
     if (
         parts.scheme not in ("http", "https")
         or not parts.netloc
@@ -260,7 +268,7 @@ def _emulator(endpoint: str | None) -> dict[str, Any]:
         or parts.path not in ("", "/")
     ):
         raise ConfigError(
-            f"STORAGE_EMULATOR_HOST is {without_secrets(endpoint)}; give http://HOST:PORT, or unset it for Google's "
+            f"STORAGE_EMULATOR_HOST is {without_secrets(address)}; give http://HOST:PORT, or unset it for Google's "
             "store."
         )
     return {"anonymous": True, "scheme": parts.scheme, "endpoint_override": parts.netloc}
@@ -312,7 +320,7 @@ def list_bucket(url: str) -> tuple[list[StoredObject], list[str]]:
     import pyarrow.fs
 
     def infos(folder: str, recursive: bool) -> list[Any]:
-        where = f"{bucket.name}/{folder}".rstrip("/")
+        where = store.path(folder) if folder else bucket.name
         # An unknown bucket has no files either: it is looked for where none is found.
         selector = pyarrow.fs.FileSelector(where, recursive=recursive, allow_not_found=True)
         return store.ask(f"input {url}", lambda system: system.get_file_info(selector))
@@ -321,7 +329,7 @@ def list_bucket(url: str) -> tuple[list[StoredObject], list[str]]:
         return [stored], []
     is_file = pyarrow.fs.FileType.File
     if not globs.has_magic(path):
-        found, matched = infos(path, True), re.compile(".*", re.DOTALL)
+        found, matched = infos(path.removesuffix("/"), True), re.compile(".*", re.DOTALL)
     else:
         found = infos(globs.fixed_folder(path), globs.is_deep(path))
         matched = globs.compiled(path)

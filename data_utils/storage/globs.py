@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from data_utils.common.errors import ConfigError
+
 _MAGIC = re.compile(r"[*?[]")
 
 
@@ -24,7 +26,7 @@ def is_deep(pattern: str) -> bool:
 
 
 def compiled(pattern: str) -> re.Pattern[str]:
-    """The glob as a regular expression for whole names."""
+    """The glob as a regular expression for whole names. Raises ConfigError."""
     result, at = "", 0
     while at < len(pattern):
         if pattern.startswith("**/", at):
@@ -35,10 +37,15 @@ def compiled(pattern: str) -> re.Pattern[str]:
             result, at = result + "[^/]*", at + 1
         elif pattern[at] == "?":
             result, at = result + "[^/]", at + 1
-        elif pattern[at] == "[" and (end := pattern.find("]", at + 2)) > 0:
+        elif pattern[at] == "[" and (end := pattern.find("]", at + 2 + pattern.startswith("[!", at))) > 0:
             inner = pattern[at + 1 : end].replace("\\", r"\\").replace("[", r"\[")
             inner = "^" + inner[1:] if inner.startswith("!") else inner.replace("^", r"\^")
             result, at = f"{result}(?!/)[{inner}]", end + 1
         else:
             result, at = result + re.escape(pattern[at]), at + 1
-    return re.compile(result, re.DOTALL)
+    try:
+        return re.compile(result, re.DOTALL)
+    except re.error:
+        raise ConfigError(
+            f"{pattern} has a [...] with a range whose end is before its start; write [a-z], or [[] for a bracket."
+        ) from None

@@ -15,7 +15,7 @@ from data_utils.common import hub
 from data_utils.common.errors import ConfigError
 from data_utils.common.urls import without_secrets
 from data_utils.storage import globs, objects, web
-from data_utils.storage.objects import Patience, StoredObject
+from data_utils.storage.objects import Patience, StoredObject, TemporaryError, patiently
 
 _URL = re.compile(
     r"hf://datasets/(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>refs/(?:convert|pr)/[^/]+|[^/]+))?(?:/(?P<path>.*))?",
@@ -52,16 +52,22 @@ def list_hub(url: str, is_name: bool = False) -> tuple[list[StoredObject], list[
     repository, path = match["repository"], match["path"] or ""
     revision = unquote(match["revision"]) if match["revision"] else None
     folder = globs.fixed_folder(path) if globs.has_magic(path) else path.rpartition("/")[0]
-    commit, listed = hub.dataset_files(
-        hub.HubName(repository, revision), folder, f"input {without_secrets(url)}"
-    )
+    label = f"input {without_secrets(url)}"
+
+    def listing() -> tuple[str, list[tuple[str, int, str]]]:
+        try:
+            return hub.dataset_files(hub.HubName(repository, revision), folder, label)
+        except hub.BusyError:
+            raise TemporaryError("the hub does not list its files now") from None
+
+    commit, listed = patiently(label, objects.PATIENCE, listing)
     store = HubStore(repository, commit, objects.PATIENCE)
-    matched = globs.compiled(path)
     names = {name for name, _, _ in listed}
-    is_wanted = matched.fullmatch
     if is_name or path in names:
         is_wanted = re.compile(re.escape(path)).fullmatch
-    elif not globs.has_magic(path):  # a folder
+    elif globs.has_magic(path):
+        is_wanted = globs.compiled(path).fullmatch
+    else:  # a folder
         above = path.rstrip("/") + "/" if path else ""
         is_wanted = re.compile(re.escape(above) + ".*", re.DOTALL).fullmatch
     return [

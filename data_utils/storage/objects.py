@@ -99,11 +99,11 @@ class StoredObject:
             try:
                 for chunk in self.store.stream(self, begin, end):
                     data += chunk
+                    if len(data) > end - start:  # at once: it may be the rest of a large object
+                        raise self.changed()
                 problem = "the answer ended early"
             except TemporaryError as error:
                 problem = str(error)
-            if len(data) > end - start:
-                raise self.changed()
             if len(data) - before >= end - begin:
                 failures = 0
                 continue

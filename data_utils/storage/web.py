@@ -47,7 +47,7 @@ class WebStore:
 def list_web(url: str) -> list[StoredObject]:
     """The object of a URL. Raises DataError."""
     if re.search(r"[\s'\"]", url):  # what follows could not be told from the rest of a message
-        start = without_secrets(re.split(r"[\s'\"]", url)[0])
+        start = without_secrets(re.split(r"[\s'\"]", re.sub(r"//[^/?#]*@", "//", url))[0])
         raise DataError(
             f"input {start}: the URL has white space or a quote in it; write %20, %27 or %22 instead."
         )
@@ -146,6 +146,8 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         here, there = urlsplit(req.full_url), urlsplit(newurl)
         if here.scheme == "https" and there.scheme != "https":
             raise urllib.error.URLError("it sends us to an address without encryption")
+        if there.scheme not in ("http", "https"):
+            raise urllib.error.URLError("it sends us to an address that is not of the web")
         new = super().redirect_request(req, fp, code, msg, headers, newurl)
         if new is not None and here[:2] == there[:2]:
             for name, value in req.unredirected_hdrs.items():

@@ -20,7 +20,7 @@ class FileServer(ThreadingHTTPServer):
 
     cuts: share of the answers that end early, after a drawn number of bytes, 1 at least; busy: share that is a status
     503; `refuse`: path -> a status; `needed`: an Authorization header or a query that a request must have; `seen`:
-    the requests; `most_bytes`: after as many no answer comes until it is None.
+    the requests; `redirects`: path -> URL; `most_bytes`: after as many no answer comes until it is None.
     """
 
     daemon_threads = True
@@ -29,7 +29,7 @@ class FileServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.files, self.cuts, self.busy = dict(files), cuts, busy
         self.refuse, self.needed, self.seen, self.has_ranges, self.has_etags = {}, None, [], True, True
-        self.checks_conditions = True
+        self.checks_conditions, self.redirects = True, {}
         self.most_bytes, self.sent = None, 0
         self.hub = {}  # org/name -> commit
         self.draw = random.Random(seed)
@@ -96,6 +96,8 @@ class _Handler(BaseHTTPRequestHandler):
             if server.hub.get(match[1]) != match[2]:
                 return self._answer(404)
             path = f"/{match[1]}/{match[3]}"
+        if path in server.redirects:
+            return self._answer(302, headers={"Location": server.redirects[path]})
         status = server.refuse.get(path)
         if server.needed and server.needed not in (
             self.headers.get("Authorization"),

@@ -30,6 +30,16 @@ def stopped(tmp_path):
     return path
 
 
+def test_inputs_that_need_too_large_a_plan_are_refused_before_the_work(tmp_path, monkeypatch):
+    """The plan was written, and could not be read back at the end of the build."""
+    for number in range(30):
+        (tmp_path / f"{number}.jsonl").write_text(to_jsonl(["text"]))
+    monkeypatch.setattr("data_utils.build.shards._MAX_BYTES", 1000)
+    with pytest.raises(DataError, match=r"^30 input files need a plan of [\d,]+ bytes, more than the 1,000"):
+        build(tmp_path / "*.jsonl", tmp_path / "out/c")
+    assert not (tmp_path / "out/c.build").exists()
+
+
 @pytest.mark.parametrize(
     ("tokenizer", "options", "message"),
     [

@@ -12,8 +12,10 @@ from data_utils.common.errors import (
     ExitStatus,
     HaltedError,
     TrainingError,
+    expanded_path,
     run_command,
 )
+from data_utils.common.urls import without_secrets
 
 
 def ended(main, **options):
@@ -84,6 +86,21 @@ def test_mistakes_in_arguments_are_one_line(arguments, message, capsys):
     printed = capsys.readouterr().err
     assert printed.startswith("error: ") and printed.count("\n") == 1
     assert message in printed and printed.endswith("; see --help.\n")
+
+
+def test_a_password_with_a_slash_is_in_no_message():
+    """Keys of s3:// have slashes. What is no password stays: ports, and an @ in a path."""
+    for url in ("s3://KEY:1/CANARY+x@bucket/a", "https://me:a/CANARY@host/a", "https://me:a?CANARY@host/a"):
+        assert without_secrets(f"input {url} is") == f"input {url.partition('//')[0]}//... is"
+    for url in ("https://host:80/a@b", "http://[::1]:80/a@b", "s3://bucket/a:b@c", "s3://bucket: a@b"):
+        assert without_secrets(url) == url
+    assert without_secrets("https://me:CANARY@host/a@b") == "https://host/a@b"
+
+
+def test_a_url_of_other_bytes_than_utf_8_is_refused():
+    with pytest.raises(ConfigError, match=r"'s3://bucket/\\udcff', which is not UTF-8"):
+        expanded_path("s3://bucket/\udcff")
+    assert expanded_path("s3://bucket/a ä#?%20") == "s3://bucket/a ä#?%20"
 
 
 def test_an_interrupted_command_leaves_no_traceback(capsys):

@@ -92,6 +92,19 @@ def test_nobodys_home_is_refused_and_a_name_can_begin_with_a_tilde():
     assert expanded_path("./~x") == "./~x" and expanded_path("a~b") == "a~b"
 
 
+def test_a_url_is_no_path_of_this_machine(tmp_path):
+    """It would become a directory with its name, and the output would be lost with the machine."""
+    parser = ArgumentParser()
+    parser.add_argument("--output", type=Path)
+    for parse in (
+        lambda url: parser.parse_args(["--output", url]),
+        lambda url: build(Config, {"run": {"directory": url}}),
+    ):
+        with pytest.raises(ConfigError, match=r"is 's3://bucket/x', a URL; give a path of this machine"):
+            parse("s3://bucket/x?sig=CANARY")
+    assert parser.parse_args(["--output", str(tmp_path)]).output == tmp_path
+
+
 COMMANDS = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for path in [ROOT / "pretrain_glm.py", *sorted((ROOT / "scripts").rglob("*.py"))]

@@ -121,7 +121,7 @@ def test_a_mixture_pickles(indexes):
 
 @pytest.mark.parametrize("weights", [[0, 0], [-1, 2], [float("nan"), 1], [float("inf"), 1], [1e-9, 1], []])
 def test_weights_are_checked(indexes, weights):
-    with pytest.raises(ConfigError, match="corpus weights|the corpus .* of the samples"):
+    with pytest.raises(ConfigError, match=r"corpus weights|the corpus .* of the samples"):
         Mixture(list(zip(indexes, weights, strict=False)), seed=0)
 
 

@@ -35,7 +35,7 @@ class Bucket:
     """A bucket that a test fills."""
 
     def __init__(self, port):
-        self.name = "corpora"
+        self.name, self.address = "corpora", ("127.0.0.1", port)
         self.system = pyarrow.fs.S3FileSystem(
             endpoint_override=f"http://127.0.0.1:{port}",
             allow_bucket_creation=True,

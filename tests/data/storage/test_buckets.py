@@ -1,6 +1,7 @@
 """S3's protocol through pyarrow: a moto server on the loopback, and answers that a relay cuts or replaces."""
 
 import gzip
+import http.client
 import json
 import re
 
@@ -14,6 +15,7 @@ from data_utils.build.config import BuildConfig
 from data_utils.build.corpus import build_corpus
 from data_utils.common.errors import ConfigError, DataError, UserError
 from data_utils.corpus.inputs import expand_inputs
+from data_utils.storage import buckets
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -77,6 +79,28 @@ def test_names_folders_and_globs(bucket, caplog):
         DataError, match=r"(?s)3 inputs .*d/data.bin has an unknown suffix.*e is a directory .*arrow"
     ):
         names("s3://corpora/d", "s3://corpora/e", "s3://corpora/none*")
+
+
+def test_globs_with_brackets(bucket):
+    for key in ("a!.jsonl", "a].jsonl", "ab.jsonl", "a[!].jsonl"):
+        bucket.put(key, b"{}\n")
+    assert names("s3://corpora/a[!b].jsonl") == ["a!.jsonl", "a].jsonl"]
+    assert names("s3://corpora/a[!]].jsonl") == ["a!.jsonl", "ab.jsonl"]
+    assert names("s3://corpora/a[]].jsonl") == ["a].jsonl"]
+    assert names("s3://corpora/?[!].jsonl") == ["a[!].jsonl"]
+    with pytest.raises(DataError, match=r"a\[z-a\].jsonl has a \[...\] with a range"):
+        names("s3://corpora/a[z-a].jsonl")
+
+
+def test_names_with_empty_parts_are_refused_at_once(bucket, caplog):
+    bucket.put("a/b.jsonl", b"{}\n")
+    onward = http.client.HTTPConnection(*bucket.address)
+    onward.request("PUT", "/corpora/a//c.jsonl", b"{}\n")
+    assert onward.getresponse().status == 200
+    for url in ("s3://corpora/a/", "s3://corpora/a//c.jsonl", "s3://corpora/a//", "s3://corpora/a//*"):
+        with pytest.raises(DataError, match=r"s3://corpora/a/\S*: the name has an empty part"):
+            names(url)
+    assert "attempt" not in caplog.text
 
 
 def test_a_replaced_object_is_refused(tmp_path, bucket):
@@ -143,6 +167,15 @@ def test_refusals_are_one_line_that_names_what_to_set(monkeypatch, answer, words
     assert words in str(error.value) and url in str(error.value)
     assert not {"WORDS", "CANARY"} & set(str(error.value).replace("-", " ").split())
     assert len(relay.seen) <= 4
+
+
+def test_an_empty_region_is_looked_up(monkeypatch):
+    """As an environment file writes what it does not set."""
+    monkeypatch.delenv("AWS_REGION")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "")
+    monkeypatch.setattr(pyarrow.fs, "resolve_s3_region", lambda name: "eu-west-1")
+    bucket, _ = buckets.parse_bucket("s3://in-another-region/a.jsonl")
+    assert bucket.file_system().region == "eu-west-1"
 
 
 def test_a_bucket_that_is_gone_amid_the_work(monkeypatch, bucket):
@@ -217,6 +250,7 @@ def test_busy_stores_end_after_ten_attempts(monkeypatch):
     "url",
     [
         "s3://key:CANARY@corpora/a.jsonl",
+        "s3://key:CA/CANARY@corpora/a.jsonl",
         "s3://corpora/a.jsonl?secret_key=CANARY",
         "s3://localhost:9000/corpora/a.jsonl",
         "s3:///a.jsonl",

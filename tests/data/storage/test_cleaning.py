@@ -150,6 +150,14 @@ def test_a_plan_of_earlier_versions_is_gone_on_with(tmp_path, bucket):
         assert "another version" in words or "unfinished" not in done.stderr
 
 
+def test_inputs_that_need_too_large_a_plan_are_refused_before_the_work(tmp_path, monkeypatch):
+    write_files(tmp_path / "raw", {f"{number}.jsonl": b"{}\n" for number in range(30)})
+    monkeypatch.setattr("data_utils.cleaning.run._MAX_BYTES", 1000)
+    done = cleaning.clean(tmp_path, "--input", "raw/*", "--output", "out", **SETTINGS)
+    assert_refused(done, "30 input files need a plan of")
+    assert not (tmp_path / "out.cleaning").exists()
+
+
 @pytest.fixture
 def clean_text(tmp_path):
     """Files of an output, by their names below it."""

@@ -246,7 +246,8 @@ def test_clouds_of_azure(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "endpoint", ["ftp://host", "http://", "http://[x", "http://user:CANARY@host", "http://host/x"]
+    "endpoint",
+    ["ftp://host", "http://", "http://[x", "http://user:CANARY@host", "user:CANARY@host", "http://host/x"],
 )
 def test_an_emulator_of_another_form_is_one_line(monkeypatch, endpoint):
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", endpoint)

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import shutil
 import signal
 
 import numpy as np
@@ -11,6 +12,7 @@ from support.corpora import build
 from support.stores import serving
 from support.waiting import wait_until
 
+from data_utils.common import files
 from data_utils.common.errors import ConfigError, DataError, run_command
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.local_copy import local_copy
@@ -80,6 +82,39 @@ def test_a_killed_copy_goes_on_with_the_blocks_that_are_right(tmp_path, dataset,
     copy = local_copy(url, tmp_path / "local")
     assert content(copy) == content(dataset)
     assert 1 << 20 <= sent(server) <= size - (1 << 20) - last_range + 1
+
+
+def test_a_copy_that_stopped_between_two_files_keeps_the_first(tmp_path, dataset, server, monkeypatch):
+    """And needs no space for a second one."""
+    size, url = len(content(dataset)[".bin"]), f"{server.url}/x/d"
+    server.refuse["/x/d.idx"] = 403
+    with pytest.raises(DataError, match=r"d.idx.* 403"):
+        local_copy(url, tmp_path / "local")
+    server.refuse.clear()
+    server.seen.clear()
+    free = len(content(dataset)[".idx"]) + (64 << 10)  # blocks of the disk
+    assert free < size
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(size, size, free))
+    assert content(local_copy(url, tmp_path / "local")) == content(dataset)
+    assert sent(server) <= 1  # what asks for its size
+
+
+def test_a_local_copy_that_stopped_between_two_files_needs_no_space_for_a_second_one(
+    tmp_path, dataset, monkeypatch
+):
+    copy = local_copy(dataset, tmp_path / "local")
+    for suffix in (".idx", ".json"):
+        copy.with_name(f"{copy.name}{suffix}").unlink()
+    size = len(content(dataset)[".bin"])
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(size, size, size // 2))
+    is_there = []
+
+    def new_file(path):
+        is_there.append(path.exists())
+        return files.new_file(path)
+
+    monkeypatch.setattr("data_utils.dataset.local_copy.new_file", new_file)
+    assert content(local_copy(dataset, tmp_path / "local")) == content(dataset) and not any(is_there)
 
 
 def wait_for_partial(directory, size):

@@ -3,11 +3,19 @@
 import os
 import subprocess
 import sys
+import types
 
 import pytest
+from huggingface_hub import errors
+from huggingface_hub.hf_api import RepoFile
 from support.project import ROOT
 from support.stored_corpora import build, corpus_files, write_files
 from support.stores import COMMIT, serving
+
+from data_utils.common.errors import DataError
+from data_utils.corpus.inputs import expand_inputs
+from data_utils.storage.hub_datasets import list_hub
+from data_utils.storage.listing import list_url
 
 PROGRAM = """
 import sys; sys.path[:0] = sys.argv[1:3]
@@ -77,3 +85,62 @@ def test_what_the_hub_refuses_is_one_line(tmp_path, hub, url, words):
     done = run(server, tmp_path, url)
     assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
     assert "CANARY" not in done.stderr
+
+
+def failing(kind, status=None):
+    """What the hub's library raises."""
+    if status is None:
+        return kind("CANARY")
+    return kind("CANARY", response=types.SimpleNamespace(status_code=status, headers={}, request=None))
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """Errors that the hub's library raises, one after another, before it lists a file."""
+    raised = []
+
+    class Api:
+        def dataset_info(self, repository, revision, timeout):
+            if raised:
+                raise raised.pop(0)
+            return types.SimpleNamespace(sha=COMMIT)
+
+        def list_repo_tree(self, repository, folder, **_):
+            names = ("data/_a.jsonl", "data/[!].jsonl", "data/c.jsonl")
+            return [RepoFile(path=name, size=3, oid="x") for name in names]
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    return raised
+
+
+def test_a_busy_hub_is_asked_again(answers):
+    [cut] = [kind for kind in subclasses(errors.HTTPError) if kind.__name__ == "RemoteProtocolError"]
+    [unconnected] = [kind for kind in subclasses(errors.HTTPError) if kind.__name__ == "ConnectError"]
+    answers += [failing(errors.HfHubHTTPError, 503), failing(errors.HfHubHTTPError, 429), failing(cut)]
+    assert len(list_hub("hf://datasets/org/texts/data/c.jsonl")[0]) == 1
+    answers += [failing(errors.HfHubHTTPError, 503)] * 20
+    with pytest.raises(DataError, match=r"input hf://datasets/org/texts: 10 attempts in a row"):
+        list_hub("hf://datasets/org/texts")
+    for error, words in (
+        (failing(unconnected), "cannot be reached"),
+        (failing(errors.HfHubHTTPError, 403), "status 403"),
+        (failing(errors.HFValidationError), "org/te--xts is no name that the hub takes"),
+    ):
+        answers[:] = [error]
+        with pytest.raises(DataError, match=words) as refused:
+            list_hub("hf://datasets/org/te--xts")
+        assert "CANARY" not in str(refused.value)
+
+
+def subclasses(kind):
+    return {inner for below in kind.__subclasses__() for inner in (below, *subclasses(below))}
+
+
+def test_a_file_that_is_named_is_read_whatever_its_name(answers, caplog):
+    for name in ("_a", "[!]"):
+        url = f"hf://datasets/org/texts/data/{name}.jsonl"
+        assert [entry.name for entry in expand_inputs([url])] == [f"{name}.jsonl"]
+    assert not caplog.text
+    assert [entry.name for entry in expand_inputs(["hf://datasets/org/texts/data/?.jsonl"])] == ["c.jsonl"]
+    with pytest.raises(DataError, match="names no object"):
+        list_url("hf://datasets/org/texts/data/[!].txt")

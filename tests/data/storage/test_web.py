@@ -99,6 +99,24 @@ def test_an_object_that_changes_is_refused(tmp_path):
                 listed.read(0, 100)
 
 
+def test_an_answer_of_more_than_was_asked_for_is_not_read_to_its_end():
+    """A server that sends the rest of the object for a range of it would fill the memory."""
+    taken = []
+
+    class Sending:
+        patience = objects.Patience(first_wait=0)
+
+        def stream(self, stored, start, stop):
+            for _ in range(1000):
+                taken.append(1)
+                yield bytes(1000)
+
+    stored = objects.StoredObject("https://host/a", 10**6, "x", "a", Sending())
+    with pytest.raises(DataError, match="not what it was"):
+        stored.read(0, 2000)
+    assert len(taken) == 3
+
+
 def test_a_build_does_not_go_on_with_another_version(tmp_path):
     content = lines("a", 2000)
     with serving({"/a.jsonl": content}) as server:
@@ -128,6 +146,20 @@ def test_refusals_are_one_request_and_one_line(status):
         ):
             expand_inputs([f"{server.url}/a.jsonl?X-Signature=SECRET"])
         assert len(server.seen) == 1
+
+
+def test_redirects(caplog):
+    """To where ranges are read, but to no other protocol, nowhere without end, and with no word of them."""
+    with serving({"/b.jsonl": b"{}\n"}) as server:
+        server.redirects["/a.jsonl"] = "/b.jsonl?sig=CANARY"
+        [listed] = expand_inputs([f"{server.url}/a.jsonl"])
+        assert listed.read(0, 3) == b"{}\n" and listed.label == f"{server.url}/a.jsonl"
+        for where in ("ftp://host/CANARY.jsonl", "file:///CANARY", "http://[x/CANARY", "/a.jsonl?CANARY"):
+            server.redirects["/a.jsonl"] = where
+            with pytest.raises(DataError, match=r"/a.jsonl: .*; check the URL") as error:
+                expand_inputs([f"{server.url}/a.jsonl"])
+            assert "CANARY" not in str(error.value)
+    assert not caplog.text
 
 
 def test_attempts_without_a_byte_end(caplog):
@@ -193,6 +225,9 @@ def test_two_files_of_one_name_are_refused_and_one_given_twice_is_read_once(capl
         "https:///a.jsonl",
         "https://x/*.jsonl",
         "https://x/a b.jsonl?sig=CANARY",
+        "https://me:a/CANARY@x/a.jsonl",
+        "https://me:a'CANARY@x/a.jsonl",
+        "https://me:CANARY'@x/a.jsonl",
     ],
 )
 def test_urls_that_cannot_be_read_are_one_line(url):
