@@ -64,16 +64,16 @@ class Range:
         return f"in {'[' if self.above is None else '('}{low}, {high}{']' if self.below is None else ')'}"
 
 
-def setting(default: Any, help: str, is_path: bool = False, may_be_url: bool = False, **limits: Any) -> Any:
+def setting(default: Any, help: str, is_path: bool = False, or_url: bool = False, **limits: Any) -> Any:
     """A field with its help text (purpose, unit). `REQUIRED` as default makes the key mandatory.
 
     Args:
         is_path: the text, or each of a list, names a file or directory: see `expanded_path`.
-        may_be_url: or it names one in a store.
+        or_url: or it names one in a store.
         limits: fields of `Range`; None is always allowed where the type allows it.
     """
     limited = Range(**limits) if limits else None
-    metadata = {"help": help, "range": limited, "is_path": is_path, "may_be_url": may_be_url}
+    metadata = {"help": help, "range": limited, "is_path": is_path, "or_url": or_url}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -323,7 +323,7 @@ def _checked_value(value: Any, hint: Any, field: dataclasses.Field, path: str, r
     """The value of a key in its type and range. Raises: ConfigError."""
     converted = _convert(value, hint, path, root)
     if field.metadata.get("is_path"):
-        converted = _expanded(converted, path, expanded_path if field.metadata["may_be_url"] else local_path)
+        converted = _expanded(converted, path, expanded_path if field.metadata["or_url"] else local_path)
     if "inline" not in field.metadata:
         _check_range(field, converted, path)  # here with the position in a list
     return converted

@@ -17,7 +17,7 @@ from data_utils.objectives import ObjectiveChoice
 @checked("data.train")
 class CorpusConfig:
     prefix: str = setting(
-        REQUIRED, "Dataset path or URL (s3://...) without .bin/.idx/.json.", is_path=True, may_be_url=True
+        REQUIRED, "Dataset path or URL (s3://...) without .bin/.idx/.json.", is_path=True, or_url=True
     )
     weight: float | None = setting(
         None,
@@ -48,7 +48,7 @@ class CorpusConfig:
         None,
         "prefix of the same texts built with decoder_tokenizer; null if there is no decoder_tokenizer",
         is_path=True,
-        may_be_url=True,
+        or_url=True,
     )
 
     def __post_init__(self) -> None:

@@ -474,7 +474,7 @@ class MlflowConfig:
         REQUIRED,
         "Tracking server (https://...) or local store; needs the package mlflow-skinny.",
         is_path=True,
-        may_be_url=True,
+        or_url=True,
     )
     experiment: str = setting("megatron-lite-glm", "MLflow experiment; created if missing.")
     name: str | None = setting(None, "Run name in MLflow; null = last component of run.directory.")
