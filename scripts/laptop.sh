@@ -75,6 +75,7 @@ run=$directory/run
 install() {
     ensure_environment requirements.txt
     "$python" --version
+    if [[ -n $blimp ]]; then "$python" -m scripts.laptop.check_pairs "$blimp"; fi # an error now, not after hours
 }
 
 collect() {

@@ -306,7 +306,7 @@ def test_a_killed_worker_is_one_line(raw):
         (["--recipe", "absent"], "absent"),
         (["--output", "raw.jsonl"], "raw.jsonl already exists"),
         (["--output", "/"], "--output is /; give a new directory"),
-        (["--output", "s3://bucket/clean"], "s3://bucket/clean is a URL"),
+        (["--output", "s3://bucket/clean"], "'s3://bucket/clean', a URL; give a path of this machine"),
         (["--output", os.fsdecode(b"o\xff")], "names are not UTF-8"),
         (["--text-split", "words"], "invalid choice"),
         (["--max-bad-records", "-1"], "max_bad_records is -1"),

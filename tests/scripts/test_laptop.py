@@ -209,6 +209,13 @@ def test_bad_arguments_of_the_script_are_refused(arguments, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_bad_pairs_are_refused_before_the_training(tmp_path):
+    write(tmp_path / "pairs/one.jsonl", '{"good": "a dog runs", "bad": "a dog run"}\n')
+    result = laptop("--blimp", str(tmp_path / "pairs"), str(tmp_path / "laptop"))
+    assert result.returncode != 0 and "one.jsonl, line 1: sentence_good is None" in result.stderr
+    assert not (tmp_path / "laptop/corpus.jsonl").exists() and "2/8" not in result.stdout
+
+
 @pytest.mark.slow
 def test_the_smoke_run_and_its_benchmark(tmp_path):
     """All stages on text of one's own, again without work, and the same seconds for transformers' models."""
