@@ -23,7 +23,14 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.common.errors import ArgumentParser, ConfigError, DataError, expanded_path, run_command
+from data_utils.common.errors import (
+    ArgumentParser,
+    ConfigError,
+    DataError,
+    expanded_path,
+    local_path,
+    run_command,
+)
 from data_utils.common.files import require_named
 from data_utils.common.setting_files import shorten
 from data_utils.common.urls import is_url
@@ -80,7 +87,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     stats.add_argument("prefix", type=expanded_path)
     stats.add_argument(
-        "--histogram", type=expanded_path, metavar="FILE", help="plot the document lengths (PNG, SVG or PDF)"
+        "--histogram", type=local_path, metavar="FILE", help="plot the document lengths (PNG, SVG or PDF)"
     )
     stats.add_argument(
         "--tokens", action="store_true", help="also count every token (reads the whole dataset)"
@@ -102,7 +109,7 @@ def parse_arguments() -> argparse.Namespace:
         type=expanded_path,
         help="text file with one line of numbers per entity, in the order of the ids",
     )
-    vectors.add_argument("--output", type=expanded_path, required=True, help="output file, *.npy")
+    vectors.add_argument("--output", type=local_path, required=True, help="output file, *.npy")
 
     for command in (inspect, stats):
         text = "current path of the tokenizer's files (default: the one in the manifest)"

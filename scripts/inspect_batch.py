@@ -29,7 +29,14 @@ from pathlib import Path
 import numpy as np
 
 from data_utils.common.batch_fields import FIELDS, Example
-from data_utils.common.errors import ArgumentParser, ConfigError, DataError, expanded_path, run_command
+from data_utils.common.errors import (
+    ArgumentParser,
+    ConfigError,
+    DataError,
+    expanded_path,
+    local_path,
+    run_command,
+)
 from data_utils.common.files import require_writable
 from data_utils.common.settings import build, parse_override
 from data_utils.loader.loader import collate, open_datasets
@@ -101,7 +108,7 @@ def parse_arguments() -> argparse.Namespace:
         metavar="N",
         help="number of tokens to show per sequence; 0 = all (default 60)",
     )
-    add("--png", type=expanded_path, metavar="FILE", help="save the mask of the first sample as a picture")
+    add("--png", type=local_path, metavar="FILE", help="save the mask of the first sample as a picture")
     add("overrides", nargs="*", metavar="section.key=value", help="settings on top")
     arguments = parser.parse_intermixed_args()
     if not 0 <= min(arguments.samples) <= max(arguments.samples) < MAX_SAMPLES:

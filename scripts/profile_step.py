@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_utils.common.errors import ArgumentParser, ConfigError, expanded_path, run_command
+from data_utils.common.errors import ArgumentParser, ConfigError, expanded_path, local_path, run_command
 from data_utils.common.files import require_writable
 from megatron_lite.config.tree import load_config
 from megatron_lite.estimate.gpus import gpu_named
@@ -46,7 +46,7 @@ def main() -> None:
     add("--config", type=expanded_path, action="append", default=[], metavar="FILE", help=text)
     add("--processes", type=int, required=True, metavar="N", help="number of processes, one GPU each")
     add("--gpu", default="h100", help="h100, h200, gh200, b200, a100 or a100-40 (default h100)")
-    add("--json", type=expanded_path, metavar="FILE", help="write the numbers to this JSON file too")
+    add("--json", type=local_path, metavar="FILE", help="write the numbers to this JSON file too")
     add(
         "--all-layers",
         action="store_true",
@@ -54,7 +54,7 @@ def main() -> None:
     )
     add("--measure", action="store_true", help="also run the step on this machine's GPU (one process only)")
     text = "with --measure: write the torch.profiler trace"
-    add("--trace", type=expanded_path, metavar="FILE", help=text)
+    add("--trace", type=local_path, metavar="FILE", help=text)
     add("overrides", nargs="*", metavar="section.key=value", help="settings on top of the files")
     arguments = parser.parse_intermixed_args()
     if not arguments.config:

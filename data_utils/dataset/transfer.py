@@ -44,9 +44,8 @@ def fetch_file(url: str, target: Path, recorded: Mapping[str, Any], bar: tqdm) -
     """
     source = _source(url, recorded)
     partial = target.with_name(f"{target.name}.partial")
-    if (
-        target.is_file() and not partial.exists()
-    ):  # a copy was stopped after this file and before its manifest
+    # A copy was stopped after this file and before its manifest.
+    if target.is_file() and not partial.exists():
         os.replace(target, partial)
     try:
         with _opened(partial) as descriptor:

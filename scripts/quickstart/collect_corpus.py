@@ -30,7 +30,14 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from data_utils.common.cores import usable_cores
-from data_utils.common.errors import ArgumentParser, ConfigError, DataError, expanded_path, run_command
+from data_utils.common.errors import (
+    ArgumentParser,
+    ConfigError,
+    DataError,
+    expanded_path,
+    local_path,
+    run_command,
+)
 from data_utils.common.files import require_writable, write_whole
 from data_utils.common.progress import progress_bar
 
@@ -93,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--output", type=expanded_path, required=True, help="file to write: JSON lines of text and source")
+    add("--output", type=local_path, required=True, help="file to write: JSON lines of text and source")
     add(
         "--root",
         type=expanded_path,

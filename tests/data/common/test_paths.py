@@ -6,6 +6,8 @@ import argparse
 import dataclasses
 import importlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -103,6 +105,25 @@ def test_a_url_is_no_path_of_this_machine(tmp_path):
         with pytest.raises(ConfigError, match=r"is 's3://bucket/x', a URL; give a path of this machine"):
             parse("s3://bucket/x?sig=CANARY")
     assert parser.parse_args(["--output", str(tmp_path)]).output == tmp_path
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["scripts/dataset.py", "vectors", "x", "--output"],
+        ["scripts/dataset.py", "stats", "x", "--histogram"],
+        ["scripts/inspect_batch.py", "--png"],
+        ["scripts/profile_step.py", "--json"],
+        ["scripts/profile_step.py", "--trace"],
+        ["scripts/quickstart/collect_corpus.py", "--output"],
+    ],
+)
+def test_a_url_is_no_output_of_a_command(command):
+    script, *arguments = command
+    done = subprocess.run(
+        [sys.executable, str(ROOT / script), *arguments, "s3://bucket/x"], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "a URL; give a path of this machine" in done.stderr, done.stderr
 
 
 COMMANDS = [
