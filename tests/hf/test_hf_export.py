@@ -200,6 +200,28 @@ def test_the_card_says_what_was_trained(run, vocabulary, tmp_path):
     )  # no paths of this machine
 
 
+@pytest.mark.parametrize(
+    ("records", "shown"),
+    [
+        (['{"kind": "validation", "st', ("validation", 0, 2.5)], "| loss | 2.5000 |"),
+        ([("validation", 0, 2.5), ("start", 0, None), ("train", 0, 9.0)], "No evaluation is recorded."),
+        ([("validation", 0, None)], "| loss | not finite |"),
+    ],
+)
+def test_the_card_has_the_evaluation_that_counts(run, tmp_path, records, shown):
+    """Also behind a damaged line and with a loss that is no number, but not if a later start trained it again."""
+    copy = shutil.copytree(run, tmp_path / "run")
+    lines = [
+        record
+        if isinstance(record, str)
+        else json.dumps(dict(zip(("kind", "step", "loss"), record, strict=True)))
+        for record in records
+    ]
+    (copy / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    export_run(copy, tmp_path / "export", ExportOptions(verify=False))
+    assert shown in (tmp_path / "export/README.md").read_text()
+
+
 def test_a_model_with_other_heads_is_not_exported(vocabulary, tmp_path):
     settings = merge(tree(vocabulary), {"model": {"segments": 2}})
     write_run(tmp_path / "run", settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from data_utils.objectives import ObjectiveChoice
 from megatron_lite.checkpoint.manifest import Checkpoint
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.inference.open_run import OpenRun, blank_shares, objective_names
+from megatron_lite.metrics.records import valid_records
 
 _CARD = """---
 library_name: transformers
@@ -214,7 +216,7 @@ def _evaluation(checkpoint: Checkpoint) -> str:
     if record is None:
         return "No evaluation is recorded."
     rows = [
-        f"| {name} | {value:.4f} |"
+        f"| {name} | {_shown(value)} |"
         for name, value in record.items()
         if name.startswith(("loss", "perplexity"))
     ]
@@ -234,22 +236,23 @@ def _scores(results: Path, scores: Mapping[str, Any], step: int) -> str:
         lines = [f"On the task at step {step}:", "", "| file | samples | metric | |", "|---|---|---|---|"]
         for name, of_file in found["files"].items():
             for metric, value in of_file["metrics"].items():
-                lines.append(f"| {Path(name).name} | {of_file['samples']} | {metric} | {value:.4f} |")
+                lines.append(f"| {Path(name).name} | {of_file['samples']} | {metric} | {_shown(value)} |")
     else:
         named = {k: v for k, v in scores.items() if k not in ("kind", "step", "time", "score")}
-        lines += [f"| {name} | {value:.4f} |" for name, value in named.items()]
+        lines += [f"| {name} | {_shown(value)} |" for name, value in named.items()]
     return "\n".join(lines)
 
 
+def _shown(value: float | None) -> str:
+    """A number of a record, which has null for NaN and infinity."""
+    return "not finite" if value is None else f"{value:.4f}"
+
+
 def _last_record(path: Path, kind: str, step: int) -> dict[str, Any] | None:
+    """The last record of a kind that is not of a later step; None without one."""
     newest = None
-    try:
-        with path.open(encoding="utf-8") as file:
-            for line in file:
-                if f'"{kind}"' in line:
-                    record = json.loads(line)
-                    is_one = record.get("kind") == kind and record.get("step", step + 1) <= step
-                    newest = record if is_one else newest
-    except (OSError, ValueError):  # no metrics beside the checkpoint, or a line cut short by a crash
-        return newest
+    with contextlib.suppress(OSError):  # no metrics beside the checkpoint
+        for record in valid_records(path, damaged=lambda number: None):
+            if record["kind"] == kind and record["step"] <= step:
+                newest = record
     return newest
