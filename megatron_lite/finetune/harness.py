@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from data_utils.common.batch_fields import Example
-from data_utils.common.errors import ConfigError
-from data_utils.common.settings import check
+from data_utils.common.settings import build, check
 from data_utils.tasks.base import TargetGroup, TaskSample
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.templates.collate import collate
@@ -266,15 +265,21 @@ class Harness:
             f"generation_kwargs has the unknown {', '.join(unknown)}; use {', '.join(_KNOWN_OPTIONS)}.",
         )
         until = options.get("until") or []
-        until = [until] if isinstance(until, str) else list(until)
+        until = [until] if isinstance(until, str) else until
         check(
-            all(isinstance(string, str) for string in until),
+            isinstance(until, (list, tuple)) and all(isinstance(string, str) for string in until),
             f"generation_kwargs.until is {until!r}; it must be strings.",
         )
+        for name in ("temperature", "num_beams"):  # by which the strategy is chosen
+            value = options.get(name)
+            check(
+                value is None or isinstance(value, (int, float)),
+                f"generation_kwargs.{name} is {value!r}; it must be a number.",
+            )
         longest = next((options[name] for name in _LENGTH_OPTIONS if options.get(name) is not None), None)
         if longest is None:
             longest = min(DEFAULT_MAX_NEW_TOKENS, max(1, self.longest // 2))
-        temperature = float(options.get("temperature") or 0.0)
+        temperature = options.get("temperature") or 0.0
         do_sample = options.get("do_sample")
         do_sample = temperature > 0 if do_sample is None else bool(do_sample)
         strategy = "sample" if do_sample else "beam" if (options.get("num_beams") or 1) > 1 else "greedy"
@@ -284,10 +289,9 @@ class Harness:
         }
         if do_sample and not temperature:
             settings.pop("temperature", None)
-        try:
-            return GenerationConfig(strategy=strategy, max_length=longest, **settings), until
-        except ConfigError as error:
-            raise ConfigError(str(error).replace("generation.", "generation_kwargs.", 1)) from None
+        tree = {"strategy": strategy, "max_length": longest, **settings}
+        # An empty string is in every text: it would end each after one token.
+        return build(GenerationConfig, tree, "generation_kwargs."), [string for string in until if string]
 
 
 def before_first(text: str, until: Iterable[str]) -> str:

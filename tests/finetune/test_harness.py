@@ -306,6 +306,9 @@ def test_an_answer_is_not_written_on_after_its_stop(runs, monkeypatch):
 
 def test_settings_of_generation(runs):
     harness = Harness(runs("causal"))
+    assert harness.generate_until([("the", {"max_gen_toks": 6, "until": [""]})]) == harness.generate_until(
+        [("the", {"max_gen_toks": 6})]
+    )
     beams = {"num_beams": 3, "max_new_tokens": 6, "do_sample": False, "temperature": 0.0}
     found = harness.generate_until([("the fox", beams)])
     decoder = make_decoder(runs("causal"), GenerationConfig(strategy="beam", num_beams=3, max_length=6))
@@ -318,6 +321,10 @@ def test_settings_of_generation(runs):
     for options, message in {
         "generation_kwargs has the unknown repetition_penalty": {"repetition_penalty": 2.0},
         "generation_kwargs.top_p is 3.0": {"do_sample": True, "top_p": 3.0},
+        "generation_kwargs.temperature is 'hot'; it must be a number": {"temperature": "hot"},
+        "generation_kwargs.num_beams is 'two'; it must be a number": {"num_beams": "two"},
+        "generation_kwargs.max_length .*'many'": {"max_gen_toks": "many"},
+        "generation_kwargs.until is 5; it must be strings": {"until": 5},
         "leave no tokens for a context in a model of 32 positions; lower max_gen_toks": {"max_gen_toks": 31},
     }.items():
         with pytest.raises(ConfigError, match=options):
