@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_utils.common.errors import ArgumentParser, ConfigError, DataError, expanded_path, run_command
+from data_utils.common.errors import ArgumentParser, ConfigError, DataError, run_command
 from data_utils.common.files import require_writable, write_whole
 from scripts.quickstart.collect_corpus import english_paragraphs, is_english, unseen
 
@@ -162,9 +162,8 @@ def read_webster(path: Path) -> Documents:
     for paragraphs in read_dictionary(path):
         texts = []
         for text in paragraphs:
-            text = re.sub(
-                r"^\S.*?\\[^\\]*\\,?\s*(?:[a-z]+\.\s*)*", "", text, flags=re.DOTALL
-            )  # word, its sound and kind
+            # The word, its sound and kind.
+            text = re.sub(r"^\S.*?\\[^\\]*\\,?\s*(?:[a-z]+\.\s*)*", "", text, flags=re.DOTALL)
             text = re.sub(r"\[[^\]]*\]|--[A-Z][\w. ]*$", " ", text)  # etymology, dictionary, author
             text = re.sub(r"\s+(?=[.,;])", "", text.strip())
             texts.append(re.sub(r"^(?:\d+\.|\([a-z]\))\s*", "", text))
@@ -311,13 +310,14 @@ def own_documents(files: Sequence[Path]) -> Iterator[tuple[str, list[str]]]:
     """Documents of text files and of JSON lines with a field text; long texts are cut into several."""
     for path in files:
         try:
-            text = path.read_text("utf-8")
+            text = path.read_text("utf-8-sig")
         except UnicodeDecodeError as error:
             raise DataError(f"{path} is not UTF-8 at byte {error.start}; convert it.") from None
         texts = [text]
         if path.suffix == ".jsonl":
             try:
-                texts = [json.loads(line)["text"] for line in text.splitlines() if line.strip()]
+                # At \n alone: other ends of lines, such as U+2028, may stand in the text of a record.
+                texts = [json.loads(line)["text"] for line in text.split("\n") if line.strip()]
                 is_text = all(isinstance(one, str) for one in texts)
             except (ValueError, KeyError, TypeError):
                 is_text = False
@@ -384,18 +384,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--output", type=expanded_path, required=True, help="file to write: JSON lines of text and source")
-    add("--packages", type=expanded_path, help="directory of the packages; they are fetched if missing")
-    add(
-        "--text",
-        type=expanded_path,
-        nargs="+",
-        default=[],
-        help="your text instead: .txt, or .jsonl with a field text",
-    )
+    add("--output", type=Path, required=True, help="file to write: JSON lines of text and source")
+    add("--packages", type=Path, help="directory of the packages; they are fetched if missing")
+    text = "your text instead: .txt, or .jsonl with a field text"
+    add("--text", type=Path, nargs="+", default=[], help=text)
     add("--max-words", type=int, default=10_000_000, help="stop at this many words (default: 10,000,000)")
     args = parser.parse_args(arguments)
-    args.output, args.text = Path(args.output), [Path(path) for path in args.text]
     if bool(args.text) == bool(args.packages):
         raise ConfigError("pass --packages DIR or --text FILE, one of them.")
     if args.max_words < 1:
@@ -403,7 +397,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     for path in args.text:
         if not path.is_file():
             raise ConfigError(f"--text {path} is not a file.")
-    args.packages = Path(args.packages) if args.packages else None
     return args
 
 

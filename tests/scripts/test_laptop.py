@@ -150,6 +150,14 @@ def test_own_text_is_cleaned_and_repetitions_go(tmp_path):
     assert len((tmp_path / "d.jsonl").read_text().splitlines()) == 1
 
 
+def test_own_records_may_hold_other_ends_of_lines_and_begin_with_a_byte_order_mark(tmp_path):
+    text = f"{prose(1)}\u2028{prose(2)}\x85{prose(3)}"
+    write(tmp_path / "a.jsonl", "\ufeff" + json.dumps({"text": text}, ensure_ascii=False) + "\r\n")
+    collect_text.main(["--text", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "c.jsonl")])
+    (record,) = map(json.loads, (tmp_path / "c.jsonl").read_text().splitlines())
+    assert record["text"] == " ".join(map(prose, (1, 2, 3)))
+
+
 def test_a_book_is_cut_into_documents_without_losing_a_paragraph(tmp_path):
     """One file is enough for a training, a validation and a test split."""
     paragraphs = [prose(number) for number in range(200)]
