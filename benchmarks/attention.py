@@ -38,7 +38,7 @@ import yaml
 from benchmarks.arguments import check_at_least, check_places, write_json
 from benchmarks.collate import make_vocabulary
 from data_utils.common.batch_fields import DOC
-from data_utils.common.errors import ArgumentParser, ConfigError, expanded_path, run_command
+from data_utils.common.errors import ArgumentParser, ConfigError, run_command
 from data_utils.common.memory import keep_freed_memory
 from data_utils.loader.loader import collate
 from data_utils.objectives import OBJECTIVES, make_one
@@ -318,8 +318,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         choices=CLOCKS,
         help="process: CPU seconds, for one thread on a shared machine",
     )
-    add("--plot", type=expanded_path, metavar="PNG", help="also draw time and memory by length")
-    add("--json", type=expanded_path, metavar="FILE", help="also write the records")
+    add("--plot", type=Path, metavar="PNG", help="also draw time and memory by length")
+    add("--json", type=Path, metavar="FILE", help="also write the records")
     return parser.parse_args(arguments)
 
 

@@ -157,7 +157,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: all cores)")
     add("--repeats", type=int, default=3, help="runs of each tool (default: 3)")
     add("--megatron-lm", metavar="CHECKOUT", help="of Megatron-LM; without it this tool is left out")
-    add("--json", help="also write the figures to this file")
+    add("--json", type=Path, help="also write the figures to this file")
     add("--tool", choices=TOOLS, help=argparse.SUPPRESS)  # of the processes that this one starts
     return parser.parse_args()
 

@@ -36,7 +36,7 @@ import data_utils.common.entry  # noqa: F401
 import numpy as np
 
 from benchmarks.arguments import check_at_least, check_places
-from data_utils.common.errors import ArgumentParser, expanded_path, run_command
+from data_utils.common.errors import ArgumentParser, run_command
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.tools import adopt_dataset
 from data_utils.dataset.writer import IndexedDatasetWriter, index_chunks
@@ -217,9 +217,7 @@ def measure_cold(prefix: Path, seconds: float) -> dict:
 
 def main() -> int:
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--directory", type=expanded_path, help="where the files are made (default: the system's)"
-    )
+    parser.add_argument("--directory", type=Path, help="where the files are made (default: the system's)")
     parser.add_argument("--documents", type=int, nargs="*", default=[10_000_000, 100_000_000])
     parser.add_argument("--warm-megabytes", type=int, default=200)
     parser.add_argument("--cold-gigabytes", type=float, default=6.0, help="0: no cold measurement")

@@ -36,7 +36,7 @@ import numpy as np
 import torch
 
 from benchmarks.arguments import check_at_least, check_places, write_json
-from data_utils.common.errors import ArgumentParser, expanded_path, run_command
+from data_utils.common.errors import ArgumentParser, run_command
 from data_utils.common.memory import keep_freed_memory
 from data_utils.common.settings import build
 from data_utils.loader.loader import collate
@@ -197,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--dtype", choices=("fp32", "bf16"), default="fp32")
     add("--threads", type=int, default=None)
     add("--repeats", type=int, default=8)
-    add("--json", type=expanded_path, metavar="FILE", help="write the numbers there")
+    add("--json", type=Path, metavar="FILE", help="write the numbers there")
     options = parser.parse_args(arguments)
     check_at_least(options, 1, "layers", "rows", "repeats", "threads")
     check_at_least(options, 64, "hidden", "length")

@@ -167,7 +167,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--repeats", type=int, default=20, help="steps of each variant (default: 20)")
     add("--threads", type=int, default=1, help="threads of torch (default: 1)")
     add("--gpu", default="h100", help="for the expected update (default: h100)")
-    add("--json", metavar="FILE", help="write the rows there too")
+    add("--json", type=Path, metavar="FILE", help="write the rows there too")
     options = parser.parse_args(arguments)
     check_at_least(options, 1, "layers", "repeats", "threads")
     check_at_least(options, 64, "hidden")

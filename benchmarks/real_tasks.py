@@ -40,7 +40,7 @@ import data_utils.common.entry  # noqa: F401
 import yaml
 
 from benchmarks.arguments import check_at_least, check_places, write_json
-from data_utils.common.errors import ArgumentParser, DataError, expanded_path, run_command
+from data_utils.common.errors import ArgumentParser, DataError, run_command
 from data_utils.common.files import require_writable
 from data_utils.tasks.base import TaskRecord
 from megatron_lite.finetune.setup import load_tree, prepare
@@ -314,7 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=Path,
         help="directory that keeps files and runs, and goes on after an interruption; else a temporary one",
     )
-    add("--json", type=expanded_path, metavar="FILE", help="write the numbers there")
+    add("--json", type=Path, metavar="FILE", help="write the numbers there")
     add("--plot", type=Path, metavar="FILE", help="draw them there")
     options = parser.parse_args(arguments)
     check_at_least(options, 1, "steps", "tests", "threads")

@@ -176,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     add("--steps", type=int, default=3, help="steps of each run (default: 3)")
     add("--seeds", type=int, default=3, help="runs per width (default: 3)")
-    add("--output", type=expanded_path, metavar="FILE", help="plot the changes to this file")
+    add("--output", type=Path, metavar="FILE", help="plot the changes to this file")
     add("overrides", nargs="*", metavar="section.key=value", help="settings on top of the files")
     options = parser.parse_intermixed_args(arguments)
     if not options.config:
@@ -187,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name} is {getattr(options, name)}; it must be at least 1.")
     if options.output:
-        require_writable(Path(options.output), "--output")
+        require_writable(options.output, "--output")
     config = load_config(options.config, [*options.overrides, "training.precision=fp32"])
     from megatron_lite.estimate.step_estimate import with_vocabulary
     from megatron_lite.parallel.context import initialize
@@ -206,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
             print(f"{title:8}  {name:9}  {sizes}  slope {slope(options.widths, values):+.2f}", flush=True)
     if options.output:
-        draw(found, options.widths, Path(options.output))
+        draw(found, options.widths, options.output)
 
 
 def command() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.project import ROOT
 
-from data_utils.common.errors import ArgumentParser, ConfigError, expanded_path
+from data_utils.common.errors import ArgumentParser, ConfigError, expanded_path, local_path
 from data_utils.common.settings import build
 from data_utils.common.settings_listed import describe, path_settings
 from megatron_lite.config.tree import Config
@@ -144,6 +144,10 @@ ARGUMENT_NO_PATHS = {
 }
 
 
+OUTPUTS = re.compile(r"--(output|json|plot|png|histogram|trace|predictions|packages)")
+PREFIXES = {"scripts.dataset", "scripts.preprocess_data"}  # whose --output is refused when it is opened
+
+
 class Parsed(Exception):
     """Ends a command when it has made its parser."""
 
@@ -174,16 +178,18 @@ def test_arguments_of_commands(command, monkeypatch):
         for action in parser._actions:
             name = (action.option_strings or [action.dest])[0]
             words = f"{name} {action.dest} {action.metavar} {action.help}"
-            is_text = (
-                action.nargs != 0 and action.type in (None, str, Path, expanded_path) and not action.choices
-            )
+            types = (None, str, Path, expanded_path, local_path)
+            is_text = action.nargs != 0 and action.type in types and not action.choices
             sounds = re.search(r"\bFILE\b|\bDIR|\bPATH\b|director|\bfiles?\b|prefix|\brun\b", words)
             if (
                 not is_text
                 or name in ARGUMENT_NO_PATHS
-                or not (sounds or action.type in (Path, expanded_path))
+                or not (sounds or action.type in (Path, expanded_path, local_path))
             ):
                 continue
             assert str(parser._get_value(action, "~/x")) == "/home/someone/x", f"{name}: {action.help}"
             with pytest.raises(ConfigError, match=r"\$ is not expanded"):
                 parser._get_value(action, "$HOME/x")
+            if OUTPUTS.fullmatch(name) and not (name == "--output" and command in PREFIXES):
+                with pytest.raises(ConfigError, match="a URL; give a path of this machine"):
+                    parser._get_value(action, "s3://bucket/x")
