@@ -44,7 +44,7 @@ import yaml
 
 from benchmarks.arguments import check_at_least, write_json
 from benchmarks.real_tasks import Commands, share
-from data_utils.common.errors import ArgumentParser, DataError, run_command
+from data_utils.common.errors import ArgumentParser, ConfigError, DataError, run_command
 from data_utils.common.files import require_directory, require_writable
 from data_utils.common.setting_files import load_json
 
@@ -55,6 +55,7 @@ WHEELS = {
 }
 SPLITS = {"train": 0.6, "validation": 0.2, "test": 0.2}  # of films, speakers, articles
 MIN_WORDS, MAX_WORDS = 12, 100  # of a speech's paragraph; of an article's beginning
+FIXED = ("run", "labelled", "tests", "epochs", "length", "seeds")  # while --work goes on
 MODELS = {"laptop": "the laptop model", "untrained": "the same, untrained", "encoder": "all-MiniLM-L6-v2"}
 
 
@@ -212,6 +213,18 @@ def tuned(
     return [files["metrics"]["accuracy"] for one in results["seeds"] for files in one["files"].values()]
 
 
+def require_same(options: argparse.Namespace) -> None:
+    """Raise ConfigError where --work has results of other options, which would be read as those of these."""
+    path = options.work / "options.json"
+    given = {name: getattr(options, name) for name in FIXED} | {"run": str(options.run)}
+    begun = load_json(path, "options") if path.exists() else given
+    if begun != given:
+        raise ConfigError(
+            f"{options.work} was begun with other options ({begun}, now {given}); give another --work."
+        )
+    write_json(path, given)
+
+
 def line(row: Mapping[str, Any]) -> str:
     """A row of the table."""
     accuracies = row["accuracies"]
@@ -307,7 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for option in ("plot", "json"):
         if getattr(options, option) is not None:
             require_writable(getattr(options, option), f"--{option}")
-    options.work.mkdir(parents=True, exist_ok=True)
+    require_same(options)
     found = measure(options)
     if options.json is not None:
         write_json(options.json, found)

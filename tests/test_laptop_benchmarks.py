@@ -307,6 +307,8 @@ def test_the_rate_is_chosen_on_the_validation_split(wheels, tmp_path, monkeypatc
     assert set(untrained) == {"model", "tokenizer", "data"} and untrained["data"] == {"sequence_length": 64}
     done = len(calls)
     assert pretraining_pays.main(arguments) == 0 and len([c for c in calls[done:] if "finetune" in c[0]]) == 0
+    with pytest.raises(ConfigError, match=r"was begun with other options .*'labelled': 500.*'labelled': 100"):
+        pretraining_pays.main([*arguments, "--labelled", "100"])
 
     # The models in two commands, the second with the rows of the first.
     parts = [tmp_path / "one.json", tmp_path / "two.json"]
