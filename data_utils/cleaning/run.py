@@ -12,6 +12,7 @@ files.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -353,9 +354,11 @@ def _run_stages(
     folders = WorkFolders(work)
     stages = make_stages(config.recipe.recipe, inputs, folders, config.tasks)
     job_name = job_name_of(work)
-    with executor_ready(execution, work, job_name):  # no job of an earlier command works there now
-        _open_work(work, plan, config.restart)
-        try:
+    is_open = False
+    try:
+        with executor_ready(execution, work, job_name):  # no job of an earlier command works there now
+            _open_work(work, plan, config.restart)
+            is_open = True
             for number, stage in enumerate(stages, 1):
                 say(f"stage {number} of {len(stages)}: {stage.name} ({stage.tasks} tasks)")
                 run_stage(stage, folders, execution, job_name)
@@ -364,10 +367,13 @@ def _run_stages(
                 if stage.name == "held_out":
                     _check_held_out(config, folders)
             report, files = _report(config, inputs, folders)
-        except BaseException as error:
-            if isinstance(error, _UselessWork) or not any((work / "logs").glob("*/completions/*")):
-                _remove(work)  # nothing to continue
-            raise
+    except BaseException as error:  # the jobs that write there are cancelled by now
+        has_finished_tasks = any((work / "logs").glob("*/completions/*"))
+        if is_open and (isinstance(error, _UselessWork) or not has_finished_tasks):
+            # A job that has not ended yet may still write there; what is then left can be continued.
+            with contextlib.suppress(OSError):
+                _remove(work)
+        raise
     facts = {key: value for key, value in report.items() if key != "rules"}
     facts["rules"] = {
         name: {key: rule[key] for key in ("documents", "bytes", "removed")}

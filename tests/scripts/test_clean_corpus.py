@@ -608,9 +608,13 @@ def test_jobs_of_slurm_read_objects_but_no_url_with_a_secret(raw, stub):
 
 
 def test_a_mistake_in_a_job_is_one_line(raw, stub):
+    """Other jobs, which write into the work, are cancelled before it is removed."""
     (raw / "raw.jsonl").write_text('{"text": 3}\n')
+    body = '[ -d out.cleaning ] && touch "$(dirname "$0")/cancelled"'
+    (stub / "scancel").write_text(STUB.format(name="scancel", body=body))
     cleaning.recipe(raw, exact_duplicates=True)
     assert_stopped(on_slurm(raw, stub, "--output", "out", "--tasks", "1"), "raw.jsonl:1: ")
+    assert (stub / "cancelled").exists() and not (raw / "out.cleaning").exists()
 
 
 def test_running_jobs_of_an_earlier_command_are_not_joined(raw, stub):
