@@ -41,6 +41,7 @@ from data_utils.corpus.documents import (
     largest_record,
     parse_block,
     read_blocks,
+    text_bytes,
     with_line_in_file,
 )
 from data_utils.dataset.writer import to_token_dtype
@@ -142,7 +143,7 @@ def encode_block(block: RecordBlock, tokenizer: Any, rule: SplitRule, job: Job) 
     else:
         ids, lengths, entities = encode_annotated(parsed, block, tokenizer, job.annotation_reader)
     texts, lines = parsed.texts, parsed.lines
-    text_bytes = sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
+    total_bytes = sum(map(text_bytes, texts))
     if len(lengths) and not lengths.all():  # a tokenizer may drop a whole text (control characters)
         parsed.counts.empty_documents += int((lengths == 0).sum())
         texts = list(itertools.compress(texts, lengths))
@@ -165,7 +166,7 @@ def encode_block(block: RecordBlock, tokenizer: Any, rule: SplitRule, job: Job) 
         texts=texts,
         lines=lines,
         counts=parsed.counts,
-        text_bytes=text_bytes,
+        text_bytes=total_bytes,
     )
 
 

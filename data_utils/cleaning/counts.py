@@ -14,16 +14,11 @@ from typing import Any
 from data_utils.common.errors import DataError
 from data_utils.common.files import write_atomically
 from data_utils.common.untrusted import parse_json, read_bounded
-from data_utils.corpus.documents import RecordCounts, SourceLocation
+from data_utils.corpus.documents import RecordCounts, SourceLocation, text_bytes
 
 EXAMPLES = 10  # of each rule
 EXAMPLE_CHARACTERS = 300  # of a document's text
 _MAX_BYTES = 256 << 20
-
-
-def text_bytes(text: str) -> int:
-    """The length of a text in UTF-8."""
-    return len(text) if text.isascii() else len(text.encode())
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 from datatrove.data import Document, DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
-from data_utils.cleaning.counts import CountFile, text_bytes
+from data_utils.cleaning.counts import CountFile
 from data_utils.common.errors import DataError
 from data_utils.corpus.column_files import open_arrow, open_parquet, table_errors
 from data_utils.corpus.documents import (
@@ -27,6 +27,7 @@ from data_utils.corpus.documents import (
     plan_shards,
     planned_bytes,
     read_blocks,
+    text_bytes,
 )
 from data_utils.corpus.inputs import DELIMITERS, file_ending
 from data_utils.corpus.json_records import UnusableRecord, field_at, parse_json_object

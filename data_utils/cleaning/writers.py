@@ -12,7 +12,8 @@ from typing import Any
 from datatrove.data import Document, DocumentsPipeline
 from datatrove.pipeline.writers import JsonlWriter
 
-from data_utils.cleaning.counts import CountFile, Rule, text_bytes
+from data_utils.cleaning.counts import CountFile, Rule
+from data_utils.corpus.documents import text_bytes
 
 
 class RemovedDocuments:

@@ -436,6 +436,11 @@ def parse_block(block: RecordBlock, text_key: str = "text") -> ParsedBlock:
     return parsed
 
 
+def text_bytes(text: str) -> int:
+    """The length of a text in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode())
+
+
 def largest_record(block: RecordBlock) -> tuple[int, int]:
     """Line (or row) and bytes of the largest record of a block."""
     data = block.data
