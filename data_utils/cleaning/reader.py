@@ -7,10 +7,11 @@ any number of tasks. datatrove's own readers deal whole files out in turn, so wh
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
 from datatrove.data import Document, DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
@@ -134,13 +135,14 @@ class FieldReader:
         lines, values, kept = block.data.split(b"\n"), [], []
         for index, line in enumerate(parsed.lines):
             try:
-                tree = parse_json_object(lines[line - block.first_line])
+                named = _values(parse_json_object(lines[line - block.first_line]), self._names)
+                _require_writable(named)
             except UnusableRecord as error:
                 location = SourceLocation(block.source, line, str(error), block.start)
                 parsed.counts.add_bad(error.kind, location)
                 continue
             kept.append(index)
-            values.append(_values(tree, self._names))
+            values.append(named)
         parsed.texts[:] = [parsed.texts[index] for index in kept]
         parsed.lines[:] = [parsed.lines[index] for index in kept]
         return values
@@ -157,6 +159,17 @@ def _values(tree: Any, names: Sequence[str]) -> dict[str, Any]:
         if value is not None:
             values[name] = value
     return values
+
+
+def _require_writable(fields: Mapping[str, Any]) -> None:
+    """Raise UnusableRecord for fields that datatrove cannot store: orjson writes fewer levels than it reads."""
+    if any(isinstance(value, (dict, list)) for value in fields.values()):
+        try:
+            orjson.dumps({"metadata": {"fields": fields}})  # where they are in a document
+        except TypeError:
+            raise UnusableRecord(
+                "too_deep", f"a field of {', '.join(fields)} has too many levels to be written"
+            ) from None
 
 
 def _table_rows(path: InputFile, names: Sequence[str]) -> Iterator[dict[str, Any]]:

@@ -166,6 +166,17 @@ def test_plain_text_and_bad_records_are_read_as_a_build_reads_them(tmp_path):
     assert report["records"] == {"bad": {"field_not_text": 1}, "empty_documents": 1, "blank_lines": 1}
 
 
+def test_a_field_too_deep_to_be_written_is_a_bad_record(tmp_path):
+    """It ended the stage, and no option went past it."""
+    deep = f'{{"text": "one", "meta": {"[" * 300}{"]" * 300}}}\n'
+    (tmp_path / "a.jsonl").write_text('{"text": "two", "meta": [[1]]}\n' + deep)
+    settings = {"fields": ["meta"], "exact_duplicates": True}
+    options = ["--input", "a.jsonl", "--on-bad-record", "skip"]
+    assert cleaning.cleaned(tmp_path, "out", *options, **settings) == [{"text": "two", "meta": [[1]]}]
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert report["records"]["bad"] == {"too_deep": 1}
+
+
 def assert_stopped(done, message):
     """One line on stderr, after the lines on stages."""
     assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, (
