@@ -32,7 +32,7 @@ _DATA = (
     "converts Megatron's"
 )
 _EVALUATION = "in samples instead of batches"
-_PASSES = "derived: batch.global_batch_size / (micro-batch x data-parallel ranks)"
+_GLOBAL_BATCH = "micro-batch x gradient accumulation steps x data-parallel processes"
 _BY_SAMPLES = "samples / batch.global_batch_size"
 _BY_TOKENS = "tokens / (batch.global_batch_size x data.sequence_length)"
 _POSITIONS = "the largest position id, which is one less"
@@ -228,11 +228,7 @@ SOURCES: dict[str, tuple[Argument, ...]] = {
     "Hugging Face's Trainer and its scripts": _arguments(
         ("learning_rate", "optimizer.lr={}"),
         ("per_device_train_batch_size per_gpu_train_batch_size", "batch.micro_batch_size={}"),
-        (
-            "gradient_accumulation_steps",
-            "batch.global_batch_size",
-            "micro-batch x gradient accumulation steps x data-parallel processes",
-        ),
+        ("gradient_accumulation_steps", "batch.global_batch_size", _GLOBAL_BATCH),
         ("max_steps", "training.steps={}"),
         ("num_train_epochs", "training.steps", "for fine-tuning finetune.epochs"),
         ("warmup_steps", "schedule.warmup_steps={}"),
@@ -299,14 +295,10 @@ SOURCES: dict[str, tuple[Argument, ...]] = {
         ("num_layers", "model.num_layers={}"),
         ("hidden_size", "model.hidden_size={}"),
         ("num_attention_heads", "model.num_attention_heads={}"),
-        ("max_position_embeddings", "model.max_position", "the largest position id, which is one less"),
+        ("max_position_embeddings", "model.max_position", _POSITIONS),
         ("seq_length", "data.sequence_length={}"),
         ("batch_size", "batch.micro_batch_size={}"),
-        (
-            "gradient_accumulation_steps",
-            "batch.global_batch_size",
-            "micro-batch x gradient accumulation steps x data-parallel processes",
-        ),
+        ("gradient_accumulation_steps", "batch.global_batch_size", _GLOBAL_BATCH),
         ("train_iters", "training.steps={}"),
         ("lr", "optimizer.lr={}"),
         ("lr_decay_style", "schedule.kind={}", "inverse-square-root is inverse_sqrt, WSD is schedule.parts"),
