@@ -186,7 +186,7 @@ def read_text(path: str | Path, name: str) -> str:
     """A file of text of limited size, that the user named. Raises ConfigError, which calls it `name`.
 
     The shell's `<(command)` is a pipe that is open already, at /dev/fd or /proc. Opening another FIFO would wait for
-    its other end, so it is refused. A file that the user did not name is read by `foreign.read_bounded`.
+    its other end, so it is refused. A file that the user did not name is read by `untrusted.read_bounded`.
     """
     if Path(path).is_fifo() and Path(path).parts[:2] not in (("/", "dev"), ("/", "proc")):
         raise ConfigError(f"{name} {path} is not a regular file; check the path.")

@@ -11,7 +11,7 @@ _SCHEME = r"[A-Za-z][A-Za-z0-9+.-]{1,30}://"
 _URL = re.compile(_SCHEME)
 _IN_TEXT = re.compile(rf"({_SCHEME})([^\s'\"]*)")
 # A password with a / that is not written as %2F, as keys of s3:// have them.
-_NO_HOST = re.compile(r"[^/?#@:\[]*:[^/?#@]*[/?#].*@")
+_OPEN_PASSWORD = re.compile(r"[^/?#@:\[]*:[^/?#@]*[/?#].*@")
 _PORT = re.compile(r"[^:]*:\d*[/?#]")
 _OBJECT_STORES = ("s3", "gs", "gcs", "az", "abfs", "abfss", "hf")
 
@@ -37,7 +37,7 @@ def without_secrets(text: str) -> str:
 def _public(match: re.Match[str]) -> str:
     scheme, rest = match[1], match[2]
     is_web = scheme[:-3].lower() not in _OBJECT_STORES
-    if _NO_HOST.match(rest) and not (is_web and _PORT.match(rest)):
+    if _OPEN_PASSWORD.match(rest) and not (is_web and _PORT.match(rest)):
         return f"{scheme}..."  # nobody can tell where the password ends
     # Object stores have ? in globs and # in names; what looks like a query is none of theirs.
     end = r"[?#]" if is_web else r"\?[^/]*="

@@ -177,13 +177,12 @@ class BucketStore:
             if not info.is_file:
                 raise FileNotFoundError
             return info.size, f"{info.mtime_ns} ns"
-        file = system.open_input_file(path)
-        metadata = {name.lower(): value.decode() for name, value in file.metadata().items()}
-        return file.size(), metadata.get("etag") or metadata.get("last-modified", "")
+        with system.open_input_file(path) as file:
+            metadata = {name.lower(): value.decode() for name, value in file.metadata().items()}
+            return file.size(), metadata.get("etag") or metadata.get("last-modified", "")
 
     def write(self, key: str, chunks: Callable[[], Iterable[bytes]]) -> None:
         """Write an object. Args: chunks: begins to give its content, once for each attempt. Raises DataError."""
-
         label = f"{self.bucket.url}{key}"
 
         def work(system: pyarrow.fs.FileSystem) -> None:
