@@ -359,9 +359,8 @@ def probe(arguments: argparse.Namespace) -> None:
 
     from megatron_lite.models.optimus.probe import accuracies, largest_class
 
-    means = torch.stack(
-        [each.mean(0) for each in vectors_of(arguments, run, texts)], dim=1
-    )  # [layers + 1, texts, D]
+    # [layers + 1, texts, D]
+    means = torch.stack([each.mean(0) for each in vectors_of(arguments, run, texts)], dim=1)
     found = [accuracies(layer, labels, trials=arguments.trials, seed=arguments.seed) for layer in means]
     for number, each in enumerate(found):
         print(f"layer {number:3}  accuracy {mean(each):.4f} +- {pstdev(each):.4f}")

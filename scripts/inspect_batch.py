@@ -334,9 +334,8 @@ def masks(row: Example) -> tuple[np.ndarray, np.ndarray]:
     content = row.doc >= 0
     doc, order, grp = (field[content][None] for field in (row.doc, row.ord, row.grp))
     seen = allowed(doc, order, grp)[0]
-    if (
-        row.objective[content] == SENTENCES
-    ).all():  # OPTIMUS: the latent vector alone joins encoder and decoder
+    # OPTIMUS: the latent vector alone joins encoder and decoder.
+    if (row.objective[content] == SENTENCES).all():
         is_decoders = order[0] > 0
         seen &= is_decoders[:, None] == is_decoders
     return seen, seen & ~allowed(doc, order, np.zeros_like(grp))[0]

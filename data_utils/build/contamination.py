@@ -62,9 +62,8 @@ class EvaluationTexts:
         self.num_too_short = sum(not len(hashes) for hashes in text_hashes)
         self.hashes = np.unique(np.concatenate([np.empty(0, np.uint64), *text_hashes]))
         self.fingerprint = hashlib.sha256(self.hashes.astype("<u8").tobytes()).hexdigest()
-        self._indices = [
-            np.searchsorted(self.hashes, hashes) for hashes in text_hashes
-        ]  # of each text's n-grams
+        # Of each text's n-grams.
+        self._indices = [np.searchsorted(self.hashes, hashes) for hashes in text_hashes]
 
     def shared(self, text: str) -> np.ndarray:
         """The n-grams that a text shares with the evaluation texts: indices of `hashes`, int64, each once."""

@@ -186,9 +186,8 @@ def _plan(
 def _file_identities(paths: Iterable[InputFile]) -> list[list[Any]]:
     identities: list[list[Any]] = []
     for path in paths:
-        if isinstance(
-            path, StoredObject
-        ):  # pinned by the listing; each range that is read is compared with it
+        if isinstance(path, StoredObject):
+            # Pinned by the listing; each range that is read is compared with it.
             identities.append([path.label, path.size, path.identity])
             continue
         try:

@@ -316,9 +316,8 @@ def _connect_to_ray() -> None:
     import ray
 
     root = str(Path(data_utils.__file__).resolve().parents[1])
-    path = os.pathsep.join(
-        dict.fromkeys([root, *filter(None, sys.path)])
-    )  # workers import what this process does
+    # Workers import what this process does.
+    path = os.pathsep.join(dict.fromkeys([root, *filter(None, sys.path)]))
     try:
         ray.init(
             "auto", ignore_reinit_error=True, log_to_driver=False, logging_level="ERROR",

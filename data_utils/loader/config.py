@@ -180,7 +180,6 @@ class PhaseSamples(NamedTuple):
     first_sample: int
     data: DataConfig  # with the phase's weights
     objectives: Sequence[ObjectiveChoice]
-    stop_sample: int = (
-        0  # the first one after the phase; only read where a corpus has max_epochs, as is `steps`
-    )
+    # The rest is read only where a corpus has max_epochs.
+    stop_sample: int = 0  # the first one after the phase
     steps: int = 0

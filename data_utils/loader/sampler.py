@@ -415,9 +415,8 @@ def gather(
             if isinstance(source, np.ndarray):
                 _copy_tokens(source, first_tokens, positions, samples, field)
                 continue
-            for sample in (
-                samples.tolist() if source is not None else ()
-            ):  # not mapped: one read for each window
+            # Not mapped: one read for each window.
+            for sample in samples.tolist() if source is not None else ():
                 start, stop, first = (
                     int(positions[sample]),
                     int(positions[sample + 1]),

@@ -144,9 +144,8 @@ def merge_results(model: Mapping[str, Any], path: Path) -> set[str]:
     for pair in pairs:
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(token, str) for token in pair)):
             raise DataError(f"{path}: merge {str(pair)[:50]!r} must be two tokens; the file is damaged.")
-        if not (
-            isinstance(prefix, str) and pair[1].startswith(prefix)
-        ):  # the library would abort the process
+        # The library would abort the process.
+        if not (isinstance(prefix, str) and pair[1].startswith(prefix)):
             raise DataError(
                 f"{path}: merge {str(pair)[:50]!r} lacks the prefix {prefix!r}; the file is damaged."
             )

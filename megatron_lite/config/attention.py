@@ -32,9 +32,8 @@ class Package:
 
     name: str
     install: str
-    versions: tuple[str, str] | None = (
-        None  # the first and the last that torch 2.13 calls correctly; None = any
-    )
+    # The first and the last that torch 2.13 calls correctly; None = any.
+    versions: tuple[str, str] | None = None
 
     @property
     def problem(self) -> str | None:

@@ -32,9 +32,8 @@ from megatron_lite.model.loss_positions import find_loss_positions
 
 SAMPLED_SEQUENCES = 32  # at least; enough for means within about 2 %
 _CUDA = torch.device("cuda")
-_NORMAL = np.array(
-    [NormalDist().inv_cdf((i + 0.5) / 16) for i in range(16)]
-)  # a sum of sequences is about normal
+# A sum of sequences is about normal.
+_NORMAL = np.array([NormalDist().inv_cdf((i + 0.5) / 16) for i in range(16)])
 
 
 @dataclass(frozen=True)

@@ -47,9 +47,8 @@ def random_batches(config: Config, count: int) -> list[Batch]:
         config.data.row_length,
     )
     shorten = Shortener(config.data.short_prob, config.training.seed) if config.data.short_prob else None
-    first = max(
-        choice.first_sample for choice in config.objective_choices
-    )  # the first sample to which all objectives contribute
+    # The first sample to which all objectives contribute.
+    first = max(choice.first_sample for choice in config.objective_choices)
     source = _document_lengths(np.random.default_rng(0))  # as in benchmarks/attention.py
     rest, batches, micro = 0, [], config.batch.micro_batch_size
     for number in range(count):

@@ -43,9 +43,8 @@ class LocalTasks(TaskManager):
             return super().load(task_list)
         except UserError:
             raise
-        except (
-            Exception
-        ) as error:  # tasks are YAML, templates, data sets and Python: each has exceptions of its own
+        except Exception as error:
+            # Tasks are YAML, templates, data sets and Python: each has exceptions of its own.
             raise DataError(
                 f"lm_eval cannot make the tasks {task_list}: {type(error).__name__}: {one_line(error)}; correct their "
                 "files."

@@ -34,9 +34,8 @@ class Paradigm:
     phenomenon: str
     right: list[bool] = field(default_factory=list)
     ties: int = 0  # equal scores of different sentences, which count as wrong
-    same: int = (
-        0  # pairs of one sentence twice, which count as right, as in lm_eval: no model could tell them apart
-    )
+    # Pairs of one sentence twice, which count as right, as in lm_eval: no model could tell them apart.
+    same: int = 0
 
     @property
     def accuracy(self) -> float:

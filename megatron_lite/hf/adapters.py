@@ -264,9 +264,8 @@ def _read_settings(path: Path) -> LoraConfig:
 
 def _our_tensors(source: Path, adapter: Weights, names: ClassNames) -> Weights:
     """The tensors of an adapter under our names. Raises: CheckpointError for one of another model."""
-    keys: dict[
-        str, tuple[str, ClassModule | None]
-    ] = {}  # our name -> the file's, and the module of an update
+    # Our name -> the file's, and the module of an update.
+    keys: dict[str, tuple[str, ClassModule | None]] = {}
     unknown, repeated = [], []
     for key in adapter.shapes:
         name = key.removeprefix(_PREFIX)

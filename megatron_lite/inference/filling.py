@@ -272,8 +272,7 @@ def numbered_text(tokenizer: Tokenizer, context: Sequence[int], spans: Sequence[
     parts = insert_spans([token for token in context if token not in hidden], spans, tokenizer.special)
     texts = [tokenizer.decode(part) for part in parts]
     for number, index in enumerate(range(1, len(texts), 2), start=1):
-        space = (
-            " " if texts[index].startswith(" ") else ""
-        )  # byte-level tokens include the space before a word
+        # Byte-level tokens include the space before a word.
+        space = " " if texts[index].startswith(" ") else ""
         texts[index] = f"{space}___{number}___"
     return " ".join("".join(texts).split())

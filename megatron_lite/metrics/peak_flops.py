@@ -88,9 +88,8 @@ def matmul_tflops(dtype: torch.dtype, device: torch.device, seconds: float) -> f
             torch.cuda.synchronize()
 
     product()  # loads or compiles the kernel
-    clock = (
-        time.perf_counter if is_gpu else time.thread_time
-    )  # of the main thread, which takes part in every product
+    # On a CPU that of the main thread, which takes part in every product.
+    clock = time.perf_counter if is_gpu else time.thread_time
     return 2 * size**3 / best_seconds(product, seconds, clock) / 1e12
 
 

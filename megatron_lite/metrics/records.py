@@ -11,10 +11,8 @@ from data_utils.common.errors import DataError
 from megatron_lite.metrics.writer import FILE, parse_record, read_lines
 
 START_KINDS = ("start", "rewind")  # a record of these kinds makes earlier records of later steps void
-
-MAX_FINITE = (
-    1e100  # above the square of any fp32 number; sums and ranges of larger numbers would overflow fp64
-)
+# Above the square of any fp32 number; sums and ranges of larger numbers would overflow fp64.
+MAX_FINITE = 1e100
 
 
 def last_validation(run: Path) -> dict[str, Any]:

@@ -203,9 +203,8 @@ class RunId:
         self._place = list(place)
         self.value: str | None = None
         if continues:
-            with contextlib.suppress(
-                OSError, ValueError, KeyError, TypeError
-            ):  # absent or damaged: a new run
+            # Absent or damaged: a new run.
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 stored = json.loads(self._path.read_text(encoding="utf-8"))
                 self.value = str(stored["id"]) if stored["place"] == self._place else None
 

@@ -35,9 +35,8 @@ class ParamGroup:
     # True for tables that every pipeline stage holds. They share no bucket with the tied word embedding: a stage counts
     # only one of the two in the gradient norm, so that the buckets of two stages would differ.
     on_all_stages: bool = False
-    has_state: bool = (
-        True  # False for what is never trained, where the optimizer does not ask for its weights
-    )
+    # False for what is never trained, where the optimizer does not ask for its weights.
+    has_state: bool = True
 
 
 def assign_buckets(

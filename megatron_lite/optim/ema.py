@@ -16,9 +16,8 @@ from torch import nn
 from megatron_lite.config.sections import EmaConfig
 from megatron_lite.optim.sharded import ShardedOptimizer
 
-_EARLY = (
-    100  # steps with averages in fp64: with a small decay fp32 is off by more than a unit in the last place
-)
+# Steps with averages in fp64: with a small decay fp32 is off by more than a unit in the last place.
+_EARLY = 100
 _CHUNK = 1 << 22  # elements at a time in fp64, to bound its memory
 
 

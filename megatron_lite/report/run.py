@@ -29,9 +29,8 @@ from megatron_lite.runtime.run_state import MEANINGS, read_run_state
 MAX_CHECKPOINTS = 20  # of a run that are read
 SCORES = "scores.json"  # written by scripts/quickstart/scores.py
 RESULTS = "results.json"  # written by scripts/finetune.py in the directory of each seed
-MINIMAL_PAIRS = (
-    "minimal_pairs*.json"  # of scripts/evaluate.py --minimal-pairs --json; the * names the measurement
-)
+# Of scripts/evaluate.py --minimal-pairs --json; the * names the measurement.
+MINIMAL_PAIRS = "minimal_pairs*.json"
 _Figures = dict[str, float | int | None]
 
 

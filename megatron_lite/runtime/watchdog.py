@@ -38,9 +38,8 @@ from megatron_lite.runtime.lease import Lease
 
 TICK_SECONDS = 0.5
 BACKSTOP_SECONDS = 30.0  # after the limit, for the timer that needs no interpreter
-EXIT_SECONDS = (
-    300.0  # limit of leaving the process group and ending the interpreter, on a starved machine too
-)
+# Limit of leaving the process group and ending the interpreter, on a starved machine too.
+EXIT_SECONDS = 300.0
 CLOCKS_DIFFER_SECONDS = 60.0  # between the machines of a run, and between the starts of its ranks
 DEATH_SECONDS = 10.0  # from a broken connection until the process at its other end is seen to be dead
 COMPARE_SECONDS = 1.5  # from this rank's alarm until the last heartbeats of the others are read

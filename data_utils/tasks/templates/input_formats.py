@@ -112,9 +112,8 @@ def _format_of_objective(choice: ObjectiveChoice) -> InputFormat:
             f"{', '.join(dict.fromkeys(FORMAT_OF_OBJECTIVE.values()))}."
         )
     usual = OBJECTIVES[choice.name].text_format
-    if (
-        usual is not None and writing.input_format != usual.input_format
-    ):  # another objective's, by its settings
+    # Another objective's, by its settings.
+    if usual is not None and writing.input_format != usual.input_format:
         return InputFormat(writing.input_format, _objectives_with(writing.input_format)[0])
     input_format = InputFormat(
         writing.input_format, choice.name, writing.masks, predict_cls=bool(writing.forced)

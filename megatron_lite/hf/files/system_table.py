@@ -164,9 +164,8 @@ class PublishedSystem:
     zeros: Mapping[str, int] = field(default_factory=dict)
     # Options of heads that a file may lack -> the parameter whose shape decides the option (`option_from_shape`).
     optional: Mapping[str, str] = field(default_factory=dict)
-    legacy: PublishedSystem | None = (
-        None  # the table of files whose head has the names that `legacy: true` means
-    )
+    # The table of files whose head has the names that `legacy: true` means.
+    legacy: PublishedSystem | None = None
     is_legacy: bool = False
 
     # Positions

@@ -155,9 +155,7 @@ def encoded(theirs: TokenizersBackend, texts: Sequence[str], **options: Any) -> 
     """The ids of texts by a tokenizer of transformers. Raises: CheckpointError if it cannot be used."""
     try:
         return theirs(list(texts), verbose=False, **options)["input_ids"]
-    except (
-        Exception
-    ) as error:  # the library raises plain Exception, such as for a vocabulary without its [UNK]
+    except Exception as error:  # a plain one of the library, such as for a vocabulary without its [UNK]
         raise CheckpointError(
             f"{type(theirs).__name__} cannot encode texts by these files ({one_line(error)}); check that they "
             "belong together."

@@ -254,9 +254,8 @@ def shapes_under_our_names(system: PublishedSystem, theirs: Weights) -> dict[str
         ours = f"{ours}{suffix}".replace("layers.{d}", "decoder_layers.{i}")
         for name, shape in theirs.shapes.items():
             if match := pattern.fullmatch(name):
-                matrix = (
-                    shape if len(shape) < 2 else (shape[0], math.prod(shape[1:]))
-                )  # XLNet's are [D, H, d]
+                # XLNet's are [D, H, d].
+                matrix = shape if len(shape) < 2 else (shape[0], math.prod(shape[1:]))
                 parameter = ours.replace("{i}", match[1] if match.groups() else "")
                 shapes[parameter] = matrix[::-1] if rule.transform == TRANSPOSED else matrix
     return shapes

@@ -85,9 +85,8 @@ class StepProfiler(Callback):
             profile.export_chrome_trace(str(trace))
             log.info("wrote %s", trace)
             if self._config.memory:
-                torch.cuda.memory._dump_snapshot(
-                    str(snapshot)
-                )  # a pickle, as torch's viewers want; we never read one
+                # A pickle, as torch's viewers want; we never read one.
+                torch.cuda.memory._dump_snapshot(str(snapshot))
                 log.info("wrote %s", snapshot)
         except (OSError, RuntimeError) as error:
             log.warning("%s cannot be written: %s; training continues without it.", trace, error)
