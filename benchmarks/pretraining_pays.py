@@ -55,7 +55,8 @@ WHEELS = {
 }
 SPLITS = {"train": 0.6, "validation": 0.2, "test": 0.2}  # of films, speakers, articles
 MIN_WORDS, MAX_WORDS = 12, 100  # of a speech's paragraph; of an article's beginning
-FIXED = ("run", "labelled", "tests", "epochs", "length", "seeds")  # while --work goes on
+# Options that must stay the same while --work goes on.
+FIXED = ("run", "labelled", "tests", "epochs", "length", "seeds")
 MODELS = {"laptop": "the laptop model", "untrained": "the same, untrained", "encoder": "all-MiniLM-L6-v2"}
 
 

@@ -122,7 +122,7 @@ def push_dataset(prefix: str, url: str, overwrite: bool) -> str:
     bucket, key = parse_bucket(url)
     if not key:
         raise ConfigError(f"{url} is a bucket without a name in it; give {url}/{dataset.prefix.name}")
-    store, files = BucketStore(bucket, objects.PATIENCE), dataset.manifest["files"]
+    store, files = BucketStore(bucket, objects.RETRY_POLICY), dataset.manifest["files"]
     if store.find(f"{key}.json") is not None:
         if not overwrite and read_manifest(url)["checksum"] == dataset.manifest["checksum"]:
             return url

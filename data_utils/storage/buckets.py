@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.common.urls import split_url, without_secrets
 from data_utils.storage import azure, globs, objects
-from data_utils.storage.objects import Patience, RefusedError, StoredObject, TemporaryError, patiently
+from data_utils.storage.objects import RefusedError, RetryPolicy, StoredObject, TemporaryError, with_retries
 
 if TYPE_CHECKING:
     import pyarrow.fs
@@ -132,12 +132,14 @@ class BucketStore:
     """The objects of a bucket. An object's key is its name in the bucket."""
 
     bucket: Bucket
-    patience: Patience
+    retry_policy: RetryPolicy
 
     def ask(self, label: str, work: Callable[[pyarrow.fs.FileSystem], _Result]) -> _Result:
         """The result of a request that brings all or nothing. Raises DataError."""
-        return patiently(
-            label, self.patience, lambda: self.bucket.attempt(label, lambda: work(self.bucket.file_system()))
+        return with_retries(
+            label,
+            self.retry_policy,
+            lambda: self.bucket.attempt(label, lambda: work(self.bucket.file_system())),
         )
 
     def find(self, key: str) -> StoredObject | None:
@@ -305,7 +307,7 @@ def parse_bucket(url: str) -> tuple[Bucket, str]:
 def bucket_object(url: str) -> StoredObject | None:
     """The object of exactly this name, if there is one. Raises: ConfigError, DataError."""
     bucket, key = parse_bucket(url)
-    return BucketStore(bucket, objects.PATIENCE).find(key)
+    return BucketStore(bucket, objects.RETRY_POLICY).find(key)
 
 
 def list_bucket(url: str) -> tuple[list[StoredObject], list[str]]:
@@ -314,7 +316,7 @@ def list_bucket(url: str) -> tuple[list[StoredObject], list[str]]:
     Raises: ConfigError, DataError.
     """
     bucket, path = parse_bucket(url)
-    store = BucketStore(bucket, objects.PATIENCE)
+    store = BucketStore(bucket, objects.RETRY_POLICY)
 
     import pyarrow.fs
 

@@ -15,7 +15,7 @@ from data_utils.common import hub
 from data_utils.common.errors import ConfigError
 from data_utils.common.urls import without_secrets
 from data_utils.storage import globs, objects, web
-from data_utils.storage.objects import Patience, StoredObject, TemporaryError, patiently
+from data_utils.storage.objects import RetryPolicy, StoredObject, TemporaryError, with_retries
 
 _URL = re.compile(
     r"hf://datasets/(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>refs/(?:convert|pr)/[^/]+|[^/]+))?(?:/(?P<path>.*))?",
@@ -29,7 +29,7 @@ class HubStore:
 
     repository: str
     commit: str
-    patience: Patience
+    retry_policy: RetryPolicy
 
     def stream(self, stored: StoredObject, start: int, stop: int) -> Iterator[bytes]:
         url, headers = hub.dataset_address(self.repository, self.commit, stored.key)
@@ -60,8 +60,8 @@ def list_hub(url: str, is_name: bool = False) -> tuple[list[StoredObject], list[
         except hub.BusyError:
             raise TemporaryError("the hub does not list its files now") from None
 
-    commit, listed = patiently(label, objects.PATIENCE, listing)
-    store = HubStore(repository, commit, objects.PATIENCE)
+    commit, listed = with_retries(label, objects.RETRY_POLICY, listing)
+    store = HubStore(repository, commit, objects.RETRY_POLICY)
     names = {name for name, _, _ in listed}
     if is_name or path in names:
         is_wanted = re.compile(re.escape(path)).fullmatch

@@ -32,8 +32,8 @@ class RefusedError(DataError):
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
-    """How long failures are borne."""
+class RetryPolicy:
+    """How often in a row a request is tried again, and after how long."""
 
     attempts: int = 10  # in a row that bring nothing
     first_wait: float = 1.0  # seconds; doubled by each failure
@@ -44,14 +44,14 @@ class Patience:
         return min(self.first_wait * 2 ** max(failures - 1, 0), self.longest_wait)
 
 
-PATIENCE = Patience()  # of what is listed from now on
+RETRY_POLICY = RetryPolicy()  # of what is listed from now on
 
 
 class Store(Protocol):
     """Where objects are. It is sent to worker processes, so it holds settings and opens connections later."""
 
     @property
-    def patience(self) -> Patience: ...
+    def retry_policy(self) -> RetryPolicy: ...
 
     def stream(self, stored: StoredObject, start: int, stop: int) -> Iterator[bytes]:
         """The bytes [start, stop) of an object; they may end early.
@@ -91,7 +91,7 @@ class StoredObject:
 
         Raises: DataError where attempts in a row bring nothing, the object is refused, or it is another one.
         """
-        patience, data, failures = self.store.patience, bytearray(), 0
+        retry_policy, data, failures = self.store.retry_policy, bytearray(), 0
         while len(data) < stop - start:
             before, begin = len(data), start + len(data)
             # Less after a failure: of a cut answer some stores give nothing.
@@ -108,7 +108,7 @@ class StoredObject:
                 failures = 0
                 continue
             failures = 0 if len(data) > before else failures + 1
-            _pause(self.label, patience, failures, problem, is_closed)
+            _back_off(self.label, retry_policy, failures, problem, is_closed)
         return bytes(data)
 
     def changed(self) -> DataError:
@@ -133,7 +133,7 @@ def with_present_identities(recorded: Any, present: Sequence[Sequence[Any]]) -> 
     return [list(now) if is_known(then, now) else then for then, now in zip(recorded, present, strict=True)]
 
 
-def patiently(label: str, patience: Patience, attempt: Callable[[], _Result]) -> _Result:
+def with_retries(label: str, retry_policy: RetryPolicy, attempt: Callable[[], _Result]) -> _Result:
     """The result of a request that brings all or nothing. Raises DataError after the last attempt."""
     failures = 0
     while True:
@@ -141,22 +141,22 @@ def patiently(label: str, patience: Patience, attempt: Callable[[], _Result]) ->
             return attempt()
         except TemporaryError as error:
             failures += 1
-            _pause(label, patience, failures, str(error), None)
+            _back_off(label, retry_policy, failures, str(error), None)
 
 
-def _pause(
-    label: str, patience: Patience, failures: int, problem: str, is_closed: threading.Event | None
+def _back_off(
+    label: str, retry_policy: RetryPolicy, failures: int, problem: str, is_closed: threading.Event | None
 ) -> None:
     """Wait before another attempt. Raises DataError if there is none."""
-    if failures >= patience.attempts:
+    if failures >= retry_policy.attempts:
         raise DataError(
             f"{label}: {failures} attempts in a row brought nothing ({problem}); check the network and the store, and "
             "repeat the command, which goes on with what is finished."
         )
-    seconds = patience.wait(failures)
+    seconds = retry_policy.wait(failures)
     if failures:
         log.warning(
-            "%s: %s; attempt %d of %d in %.0f s", label, problem, failures + 1, patience.attempts, seconds
+            "%s: %s; attempt %d of %d in %.0f s", label, problem, failures + 1, retry_policy.attempts, seconds
         )
     if (is_closed or threading.Event()).wait(seconds):
         raise DataError(f"{label} was closed.")

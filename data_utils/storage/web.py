@@ -23,7 +23,7 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 from data_utils.common.errors import DataError
 from data_utils.common.urls import split_url, without_secrets
 from data_utils.storage import objects
-from data_utils.storage.objects import Patience, RefusedError, StoredObject, TemporaryError, patiently
+from data_utils.storage.objects import RefusedError, RetryPolicy, StoredObject, TemporaryError, with_retries
 
 TIMEOUT_SECONDS = 60.0  # without a byte
 _CHUNK_BYTES = 256 << 10
@@ -35,7 +35,7 @@ _BUSY = (408, 425, 429)  # statuses below 500 that another attempt may not get
 class WebStore:
     """Web servers. An object's key is its URL as the user wrote it."""
 
-    patience: Patience
+    retry_policy: RetryPolicy
 
     def stream(self, stored: StoredObject, start: int, stop: int) -> Iterator[bytes]:
         with request(stored.label, stored.key, start, stop, stored.identity) as response:
@@ -58,8 +58,8 @@ def list_web(url: str) -> list[StoredObject]:
         raise DataError(
             f"input {label}: a web server lists no files, so * has no meaning there; give each URL."
         )
-    store = WebStore(objects.PATIENCE)
-    size, identity = patiently(label, store.patience, lambda: _look(label, url))
+    store = WebStore(objects.RETRY_POLICY)
+    size, identity = with_retries(label, store.retry_policy, lambda: _look(label, url))
     return [StoredObject(label, size, identity, url, store)]
 
 

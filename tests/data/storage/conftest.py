@@ -9,7 +9,7 @@ from data_utils.storage import objects
 
 @pytest.fixture(autouse=True)
 def no_waits(monkeypatch):
-    monkeypatch.setattr(objects, "PATIENCE", objects.Patience(first_wait=0))
+    monkeypatch.setattr(objects, "RETRY_POLICY", objects.RetryPolicy(first_wait=0))
 
 
 @pytest.fixture(autouse=True)

@@ -224,4 +224,4 @@ def test_attempts_of_a_copy_end_in_one_line(tmp_path, server, capfd):
     with pytest.raises(SystemExit):
         run_command(lambda: local_copy(f"{server.url}/x/d", tmp_path / "local") and None)
     assert "10 attempts in a row" in capfd.readouterr().err
-    assert objects.PATIENCE.attempts == 10
+    assert objects.RETRY_POLICY.attempts == 10

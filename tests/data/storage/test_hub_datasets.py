@@ -22,7 +22,7 @@ import sys; sys.path[:0] = sys.argv[1:3]
 from pathlib import Path
 from data_utils.common.errors import run_command
 from data_utils.storage import objects
-objects.PATIENCE = objects.Patience(first_wait=0.001)
+objects.RETRY_POLICY = objects.RetryPolicy(first_wait=0.001)
 from support.stored_corpora import build
 if __name__ == '__main__':
     run_command(lambda: build(sys.argv[5:], Path(sys.argv[3]), workers=int(sys.argv[4])) and None)

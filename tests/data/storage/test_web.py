@@ -62,7 +62,7 @@ def test_a_killed_build_goes_on_with_what_is_missing(tmp_path):
         program = (
             "import sys; sys.path[:0] = sys.argv[1:3]\n"
             "from pathlib import Path; from data_utils.storage import objects\n"
-            "objects.PATIENCE = objects.Patience(first_wait=0.001)\n"
+            "objects.RETRY_POLICY = objects.RetryPolicy(first_wait=0.001)\n"
             "from support.stored_corpora import build\n"
             "if __name__ == '__main__': build(sys.argv[4:], Path(sys.argv[3]), workers=2)"
         )
@@ -104,7 +104,7 @@ def test_an_answer_of_more_than_was_asked_for_is_not_read_to_its_end():
     taken = []
 
     class Sending:
-        patience = objects.Patience(first_wait=0)
+        retry_policy = objects.RetryPolicy(first_wait=0)
 
         def stream(self, stored, start, stop):
             for _ in range(1000):
@@ -170,7 +170,7 @@ def test_attempts_without_a_byte_end(caplog):
 
 
 def test_waits_double_up_to_a_minute():
-    assert [objects.Patience().wait(failures) for failures in range(9)] == [1, 1, 2, 4, 8, 16, 32, 60, 60]
+    assert [objects.RetryPolicy().wait(failures) for failures in range(9)] == [1, 1, 2, 4, 8, 16, 32, 60, 60]
 
 
 @pytest.mark.parametrize("what", ["ranges", "etags"])
