@@ -327,6 +327,7 @@ def _merge_counts(records: Sequence[ShardRecord]) -> tuple[RecordCounts, list[So
         contaminated += in_file(record.contaminated)[: MAX_EXAMPLES - len(contaminated)]
         for source, lines in record.lines:
             lines_before[source] = lines_before.get(source, 0) + lines
+        record.lines = []  # the names of all files, which may be a million
     return counts, contaminated
 
 
