@@ -56,6 +56,7 @@ from data_utils.storage.objects import StoredObject
 from data_utils.tokenizers.special_tokens import NO_TOKEN
 
 _PLAN_VERSION = 1
+_SHARD_FILES = 2048  # at most, since opening a file takes as long as tokenizing several KB of text
 _MERGE_DOCUMENTS = 4096  # documents that are joined at a time
 
 
@@ -148,7 +149,7 @@ def _start(
         directory.remove()
     stack.callback(_remove_if_nothing_is_finished, directory)
     directory.open(plan, config.restart)
-    shards = plan_shards(paths, config.text_split, config.shard_bytes)
+    shards = plan_shards(paths, config.text_split, config.shard_bytes, _SHARD_FILES)
     finished = directory.finished()
     return Job(
         config=config,
@@ -180,6 +181,8 @@ def _plan(
         "text_split": config.text_split, "split": config.split, "split_seed": config.split_seed,
         "deduplicate": config.deduplicate, "evaluation_inputs": evaluation and evaluation.fingerprint,
         "entities": annotations, "shard_bytes": config.shard_bytes, "inputs": _file_identities(paths),
+        # Of fewer files an earlier version, which had no such limit, made the same shards.
+        **({"shard_files": _SHARD_FILES} if len(paths) > _SHARD_FILES else {}),
     }  # fmt: skip
 
 
@@ -323,6 +326,7 @@ def _merge_counts(records: Sequence[ShardRecord]) -> tuple[RecordCounts, list[So
         contaminated += in_file(record.contaminated)[: MAX_EXAMPLES - len(contaminated)]
         for source, lines in record.lines:
             lines_before[source] = lines_before.get(source, 0) + lines
+        record.lines = []  # the names of all files, which may be a million
     return counts, contaminated
 
 

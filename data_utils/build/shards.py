@@ -31,7 +31,7 @@ from typing_extensions import TypedDict
 from data_utils.common.errors import DataError
 from data_utils.common.files import disk_errors, sync_directory, sync_file, write_atomically, write_synced
 from data_utils.common.untrusted import conform, parse_json, read_bounded
-from data_utils.storage.objects import with_present_identities
+from data_utils.storage.objects import input_change, with_present_identities
 
 _PLAN, _COMMITTING, _STOP, _RECORD = "plan.json", "committing", "stop", "record.json"
 _MAX_BYTES = 256 << 20  # of a plan or a record
@@ -211,11 +211,7 @@ def _difference(started: Any, plan: Any) -> str | None:
             return f"another tokenizer ({old_value})"
         if key != "inputs":
             return f"{key} {old_value!r} instead of {new_value!r}"
-        pairs = zip(old_value or [], new_value or [], strict=False)
-        changed = next(
-            (f"another version of input {old[0]}" for old, new in pairs if old[0] == new[0] != old), None
-        )
-        return changed or "other input files"
+        return input_change(old_value or [], new_value or [], "input files")
     return None
 
 

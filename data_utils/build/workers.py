@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import RawArray, RawValue
 from typing import Any
@@ -179,10 +179,9 @@ class _Stopped(Exception):
     """Another process failed, or the user interrupted: all work must end."""
 
 
-def _location(job: Job, number: int, progress: np.ndarray) -> str:
-    """A description of where a shard's reader is."""
-    state = progress[number]
-    file_range = job.shards[number][state["file_range"]]
+def _location(job: Job, ranges: Sequence[FileRange], state: np.void) -> str:
+    """A description of where a shard's reader is. Args: state: of _PROGRESS."""
+    file_range = ranges[state["file_range"]]
     size = int(state["record_bytes"])
     problem = f"a record of {size:,} bytes" if size else "while it was read"
     location = SourceLocation(str(file_range.path), int(state["line"]), problem, file_range.start)
@@ -204,15 +203,20 @@ class ShardBuilder:
         self.rule = split_rule(job.config)
         self.progress = np.zeros(len(job.shards), _PROGRESS) if progress is None else progress
 
-    def build(self, number: int, advance: Callable[[int, int], None]) -> ShardRecord:
-        """Write a shard; `advance(input bytes, documents)` is called for each block, and may raise."""
+    def build(
+        self, number: int, ranges: Sequence[FileRange], advance: Callable[[int, int], None]
+    ) -> ShardRecord:
+        """Write a shard of these ranges; `advance(input bytes, documents)` is called for each block, and may raise."""
         try:
-            return self._build(number, advance)
+            return self._build(number, ranges, advance)
         except MemoryError:
             pass  # the traceback still holds the memory that the message needs
-        raise DataError(f"memory ran out {_location(self.job, number, self.progress)}; {_MEMORY_REMEDY}")
+        where = _location(self.job, ranges, self.progress[number])
+        raise DataError(f"memory ran out {where}; {_MEMORY_REMEDY}")
 
-    def _build(self, number: int, advance: Callable[[int, int], None]) -> ShardRecord:
+    def _build(
+        self, number: int, ranges: Sequence[FileRange], advance: Callable[[int, int], None]
+    ) -> ShardRecord:
         config, num_splits = self.job.config, self.job.num_splits
         record = ShardRecord([0] * num_splits, [0] * num_splits)
         matched_ngrams = np.zeros(len(self.job.evaluation.hashes) if self.job.evaluation else 0, bool)
@@ -220,7 +224,7 @@ class ShardBuilder:
         # The commit at its end is a rename, so a shard exists whole or not at all, and an interrupted build
         # goes on with the missing ones.
         with ShardWriter(self.job.directory, number, num_splits, self.job.arrays) as writer:
-            for index, file_range in enumerate(self.job.shards[number]):
+            for index, file_range in enumerate(ranges):
                 lines = 0
                 progress["process"][number], progress["file_range"][number] = os.getpid(), index
                 progress["line"][number], progress["record_bytes"][number] = 1, 0
@@ -318,7 +322,7 @@ def build_shards(
                 records = _build_in_workers(job, numbers, make_tokenizer, advance, meanwhile)
             else:
                 builder = ShardBuilder(job, tokenizer)
-                records = (builder.build(number, advance) for number in numbers)
+                records = (builder.build(number, job.shards[number], advance) for number in numbers)
             with closing(records):
                 for record in records:
                     counts.merge(record.counts)
@@ -349,13 +353,14 @@ def _build_in_workers(
         min(job.config.workers, len(numbers)),
         mp_context=multiprocessing.get_context("spawn"),  # fork is unsafe with the threads of tokenizers
         initializer=_start_worker,
-        initargs=(job, make_tokenizer, shared_progress, stop_flag),
+        # Without the shards: the paths of a million files would take half a GB in each worker.
+        initargs=(replace(job, shards=[], todo=[]), make_tokenizer, shared_progress, stop_flag),
     )
     reported_bytes = reported_documents = 0
     other_children = set(multiprocessing.active_children())
     workers: set[BaseProcess] = set()
     try:
-        pending = _submit(executor, numbers)
+        pending = _submit(executor, job, numbers)
         meanwhile()
         while pending:
             # Noted while they live, since a broken pool forgets its workers, whose exit statuses tell what
@@ -385,17 +390,17 @@ def _worker_death(job: Job, progress: np.ndarray, workers: Iterable[BaseProcess]
         if status in (None, 0, -signal.SIGTERM) or progress["process"][number] != worker.pid:
             continue
         cause = signal.Signals(-status).name if status < 0 else f"status {status}"
-        location = _location(job, number, progress)
+        location = _location(job, job.shards[number], progress[number])
         return DataError(f"a worker process died ({cause}) {location}; if memory ran out, {_MEMORY_REMEDY}")
     return DataError(f"a worker process died; if memory ran out, {_MEMORY_REMEDY}")
 
 
-def _submit(executor: ProcessPoolExecutor, numbers: Sequence[int]) -> set[Future[ShardRecord]]:
+def _submit(executor: ProcessPoolExecutor, job: Job, numbers: Sequence[int]) -> set[Future[ShardRecord]]:
     """Submit the shards to the pool, which starts its workers."""
     # Ctrl-C reaches workers too, which import for seconds before they can ignore it: they inherit that it is blocked.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        return {executor.submit(_build_shard_in_worker, number) for number in numbers}
+        return {executor.submit(_build_shard_in_worker, number, job.shards[number]) for number in numbers}
     except OSError as error:  # the first workers died, and the pool has closed its pipes
         raise BrokenProcessPool from error
     finally:
@@ -417,7 +422,7 @@ def _start_worker(job: Job, make_tokenizer: Callable[[], Any], shared_progress: 
     return_freed_memory()
 
 
-def _build_shard_in_worker(number: int) -> ShardRecord:
+def _build_shard_in_worker(number: int, ranges: Sequence[FileRange]) -> ShardRecord:
     builder, stop_flag = _worker_state
 
     def advance(input_bytes: int, documents: int) -> None:
@@ -426,4 +431,4 @@ def _build_shard_in_worker(number: int) -> ShardRecord:
         if stop_flag.value:
             raise _Stopped
 
-    return builder.build(number, advance)
+    return builder.build(number, ranges, advance)

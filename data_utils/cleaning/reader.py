@@ -6,6 +6,7 @@ any number of tasks. datatrove's own readers deal whole files out in turn, so wh
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -72,6 +73,13 @@ class CorpusReader(PipelineStep):
     ) -> None:
         super().__init__()
         self.ranges, self.reading, self.fields, self.counts = list(ranges), reading, tuple(fields), counts
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CorpusReader:
+        # Each task runs a copy of its pipeline. A copy of the paths of a million files would take 15 s.
+        memo[id(self.ranges)] = self.ranges
+        copied = copy.copy(self)
+        copied.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return copied
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
         """Raises: DataError as `read_documents`; the limit of bad records is checked here for the task alone."""

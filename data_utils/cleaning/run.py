@@ -37,7 +37,7 @@ from data_utils.corpus.documents import RecordCounts, check_options, check_text_
 from data_utils.corpus.inputs import expand_inputs
 from data_utils.corpus.stored_files import InputFile
 from data_utils.dataset.cleaning_record import FILE, TEXT, record_bytes
-from data_utils.storage.objects import StoredObject, with_present_identities
+from data_utils.storage.objects import StoredObject, input_change, with_present_identities
 
 if TYPE_CHECKING:
     from data_utils.cleaning.executors import Execution
@@ -325,13 +325,7 @@ def _difference(started: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
     old, new = dict(leaves(started)), dict(leaves(plan))
     key = next(key for key in {**old, **new} if old.get(key) != new.get(key))
     if key in _INPUTS:
-        names = [{entry[0] for entry in files.get(key) or []} for files in (old, new)]
-        changed = sorted(entry[0] for entry in old.get(key) or [] if entry not in (new.get(key) or []))
-        return (
-            f"other --{key} files"
-            if names[0] != names[1] or not changed
-            else f"another version of {changed[0]}"
-        )
+        return input_change(old.get(key) or [], new.get(key) or [], f"--{key} files")
     if key == "decontaminate":
         return "other --decontaminate texts"
     if key.startswith("recipe.") or key == "filters":

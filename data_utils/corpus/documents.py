@@ -219,12 +219,14 @@ def check_text_key(text_key: str, paths: Iterable[InputFile]) -> None:
 # Files to ranges, ranges to blocks
 
 
-def plan_shards(paths: Iterable[InputFile], text_split: str, shard_bytes: int) -> list[list[FileRange]]:
+def plan_shards(
+    paths: Iterable[InputFile], text_split: str, shard_bytes: int, shard_files: float = math.inf
+) -> list[list[FileRange]]:
     """Cut the input into shards, in order: lists of file ranges, of about `shard_bytes` of stored data each.
 
-    A shard holds at most one range of each file. Files that cannot be cut go whole into a shard. The plan
-    depends only on the sizes of the files. A small object counts for what a worker reads while it asks for one, so that
-    the workers share many of them.
+    A shard holds at most one range of each file, and at most `shard_files`. Files that cannot be cut go whole into a
+    shard. The plan depends only on the sizes of the files. A small object counts for what a worker reads while it asks
+    for one, so that the workers share many of them.
     """
     shards: list[list[FileRange]] = []
     remaining = 0  # bytes that the current shard can still take
@@ -232,7 +234,7 @@ def plan_shards(paths: Iterable[InputFile], text_split: str, shard_bytes: int) -
         can_be_cut = not compression_suffix(path) and file_format(path, text_split) in _RECORD_ENDS
         size, position, at_end = stored_bytes(path), 0, False
         while not at_end:  # once for an empty file too: its reader decides whether that is an error
-            if remaining <= 0:
+            if remaining <= 0 or len(shards[-1]) >= shard_files:
                 shards.append([])
                 remaining = shard_bytes
             # Cuts are at any byte; readers move both ends of a range to the next start of a record, so the plan
@@ -261,7 +263,8 @@ def lines_before(file_range: FileRange, text_split: str) -> int:
         return 0
     count = 0
     with read_errors(file_range.path), open_input(file_range.path) as file:
-        remaining = _record_start(file, file_range.start, file_format(file_range.path, text_split))
+        record_format = file_format(file_range.path, text_split)
+        remaining = _record_start(file, file_range.path, file_range.start, record_format)
         file.seek(0)
         while remaining > 0 and (data := file.read(min(remaining, BLOCK_BYTES))):
             count += data.count(b"\n")
@@ -352,8 +355,11 @@ def _last_boundary(data: bytearray, record_format: str, searched: int) -> int:
     return data.rfind(b"\n", searched) + 1
 
 
-def _record_start(file: IO[bytes], position: int, record_format: str) -> int:
-    """The first start of a record after `position`, or the end of the file; position 0 is a start itself."""
+def _record_start(file: IO[bytes], path: InputFile, position: int, record_format: str) -> int:
+    """The first start of a record after `position`, or the end of the file; position 0 is a start itself.
+
+    Raises: DataError if no record ends within MAX_RECORD_BYTES.
+    """
     if not position:
         return 0
     size = _BOUNDARY_READ_BYTES
@@ -367,7 +373,13 @@ def _record_start(file: IO[bytes], position: int, record_format: str) -> int:
             return position + match.end()
         if at_end:
             return position + len(data)
-        size *= 2
+        # A limit here too: a file that is no JSONL may be one line, larger than memory.
+        if size > MAX_RECORD_BYTES:
+            raise DataError(
+                f"{path}: after byte {position} no record ends within {MAX_RECORD_BYTES} bytes; split it, or check "
+                "that every record is on its own line."
+            )
+        size = min(2 * size, MAX_RECORD_BYTES + 1)
 
 
 def _chunks(file_range: FileRange, record_format: str, chunk_bytes: int) -> Iterator[tuple[bytes, int]]:
@@ -380,10 +392,10 @@ def _chunks(file_range: FileRange, record_format: str, chunk_bytes: int) -> Iter
         else:
             # The end is the start of the first record after `stop`, by the same rule that the next range begins
             # with: no record is lost or read twice.
-            stop = (
-                math.inf if file_range.stop is None else _record_start(file, file_range.stop, record_format)
-            )
-            read_in_order(file, _record_start(file, file_range.start, record_format), stop)
+            stop = math.inf
+            if file_range.stop is not None:
+                stop = _record_start(file, path, file_range.stop, record_format)
+            read_in_order(file, _record_start(file, path, file_range.start, record_format), stop)
             chunks = _read_until(file, stop, chunk_bytes)
         for chunk in chunks:
             yield chunk, file.tell() - file_range.start

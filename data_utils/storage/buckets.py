@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,6 +30,7 @@ _SDK_ATTEMPTS = 3  # of the library, within one of ours
 _GCS_SECONDS = 15.0  # of its attempts within one of ours
 _OPENED = 16  # objects that a process keeps open
 _LISTED_AT_ONCE = 32  # objects that are asked for their ETags
+_NOTED_AT_ONCE = 4096  # of them, objects that wait for it
 _Result = TypeVar("_Result")
 
 _CREDENTIALS = {
@@ -148,7 +149,7 @@ class BucketStore:
         info = self.ask(label, lambda system: system.get_file_info(path))
         return self.pinned([info])[0] if info.is_file else None
 
-    def pinned(self, infos: Iterable[Any]) -> list[StoredObject]:
+    def pinned(self, infos: Sequence[Any]) -> list[StoredObject]:
         """The objects of a listing, in its order, with their identities. Raises DataError."""
 
         def pin(info: Any) -> StoredObject:
@@ -158,8 +159,12 @@ class BucketStore:
             # Plans of earlier versions have the time alone: `objects.with_present_identities`.
             return StoredObject(label, size, f"changed {info.mtime_ns // 10**9}, {identity}", key, self)
 
+        stored: list[StoredObject] = []
         with ThreadPoolExecutor(_LISTED_AT_ONCE) as pool:
-            return list(pool.map(pin, infos))
+            # Some at a time: the pool's notes of a million would take more memory than the objects.
+            for start in range(0, len(infos), _NOTED_AT_ONCE):
+                stored += pool.map(pin, infos[start : start + _NOTED_AT_ONCE])
+        return stored
 
     def path(self, key: str) -> str:
         """The path of a name for pyarrow. Raises DataError for one that it does not take."""
@@ -335,7 +340,7 @@ def list_bucket(url: str) -> tuple[list[StoredObject], list[str]]:
         found = infos(globs.fixed_folder(path), globs.is_deep(path))
         matched = globs.compiled(path)
     found = [info for info in found if matched.fullmatch(info.path[len(bucket.name) + 1 :])]
-    files = store.pinned(info for info in found if info.type == is_file)
+    files = store.pinned([info for info in found if info.type == is_file])
     folders = []
     if globs.has_magic(path) and not globs.is_deep(path):
         folders = sorted(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, Protocol, TypeVar
@@ -131,6 +131,22 @@ def with_present_identities(recorded: Any, present: Sequence[Sequence[Any]]) -> 
         return len(now) == 3 and then == [*now[:2], str(now[2]).partition(", ")[0]]
 
     return [list(now) if is_known(then, now) else then for then, now in zip(recorded, present, strict=True)]
+
+
+def input_change(before: Iterable[Sequence[Any]], now: Iterable[Sequence[Any]], files: str) -> str:
+    """How the inputs of a plan that was begun differ from those of now.
+
+    Args: before, now: [name, size, identity] of each; files: what they are called, such as "input files".
+    """
+    old, new = ({entry[0]: list(entry) for entry in entries} for entries in (before, now))
+    for name, entry in old.items():
+        if new.get(name, entry) != entry:
+            return f"another version of input {name}"
+    for names, others, difference in ((new, old, "without"), (old, new, "with")):
+        for name in names:
+            if name not in others:  # named: among a million nobody finds it
+                return f"other {files}, {difference} {name}"
+    return f"other {files}, in another order"
 
 
 def with_retries(label: str, retry_policy: RetryPolicy, attempt: Callable[[], _Result]) -> _Result:

@@ -253,9 +253,9 @@ def test_work_of_another_run_is_refused(raw):
     write(raw / "other.jsonl", crawl(20))
     for changed, message in (
         ([*options, "--tasks", "2"], "tasks 4 instead of 2"),
-        (["--input", "other.jsonl", *options[2:]], "other --input files"),
+        (["--input", "other.jsonl", *options[2:]], "other --input files, without"),
         ([*options, "--text-key", "url"], "text_key"),
-        ([*options, "--held-out", "other.jsonl"], "other --held-out files"),
+        ([*options, "--held-out", "other.jsonl"], "other --held-out files, without"),
     ):
         assert_refused(run(raw, *changed), message)
     cleaning.recipe(raw, **{**SETTINGS, "near_duplicates": {"n_grams": 4}})

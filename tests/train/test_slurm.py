@@ -199,4 +199,4 @@ def test_a_mistake_is_not_repeated(cluster, settings, tmp_path):
     job = Job(cluster, merge(settings, {"tokenizer": {"path": "absent"}}), tmp_path, 1)
     assert job.wait_for_end() == "2", job.logs()
     assert job.restarts() == 0
-    assert "error: tokenizer absent does not exist" in job.logs()
+    assert f"error: tokenizer {ROOT}/absent does not exist" in job.logs()

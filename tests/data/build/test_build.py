@@ -1,4 +1,6 @@
+import pickle
 import shutil
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 from hypothesis import given, settings
@@ -54,6 +56,39 @@ def test_any_number_of_workers_and_shards_gives_the_same_bytes(tmp_path):
         expected = expected or made
         assert made == expected
         shutil.rmtree(tmp_path / "out")
+
+
+def make_of_files(directory, count, output, **options):
+    """Build of `count` files with a text each."""
+    directory.mkdir(exist_ok=True)
+    for number in range(count):
+        write_corpus(directory / f"{number}.jsonl", [f"text {number}"])
+    config = BuildConfig(inputs=[f"{directory}/*.jsonl"], output=str(output / "corpus"), **options)
+    return build_corpus(config, ByteTokenizer)
+
+
+def test_many_small_files_are_shared_by_the_workers(tmp_path, monkeypatch):
+    """100,000 files of 150 bytes were one shard, the work of one process, which a kill lost whole."""
+    raw = tmp_path / "raw"
+    assert make_of_files(raw, 5, tmp_path / "whole").shards == 1
+    monkeypatch.setattr("data_utils.build.corpus._SHARD_FILES", 2)
+    assert make_of_files(raw, 5, tmp_path / "shared", workers=2).shards == 3
+    assert files(tmp_path / "shared") == files(tmp_path / "whole")
+
+
+def test_workers_hold_the_names_of_their_shard_alone(tmp_path, monkeypatch):
+    """Each had the names of all files: half a gigabyte for a million."""
+    sizes = []
+
+    class Pool(ProcessPoolExecutor):
+        def __init__(self, *arguments, initargs, **options):
+            sizes.append(len(pickle.dumps(initargs[0])))
+            super().__init__(*arguments, initargs=initargs, **options)
+
+    monkeypatch.setattr("data_utils.build.workers.ProcessPoolExecutor", Pool)
+    for count in (1, 200):
+        make_of_files(tmp_path / "raw", count, tmp_path / f"out_{count:03}", workers=1)
+    assert abs(sizes[0] - sizes[1]) < 50
 
 
 def test_splits_share_the_documents(tmp_path):

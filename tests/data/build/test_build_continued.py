@@ -14,6 +14,7 @@ from support.waiting import wait_until
 from data_utils.common.errors import DataError
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.verification import verify
+from data_utils.storage.objects import input_change
 
 # ------------------------------------------------------------------------------------------------------------
 # A build that is continued with something else
@@ -63,6 +64,31 @@ def test_a_changed_input_is_refused_and_a_restart_helps(tmp_path, stopped):
     report = build(stopped, tmp_path / "out/c", restart=True)
     assert report.finished_before == 0 and sum(report.documents.values()) == 51
     stopped.unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda raw: (raw / "3.jsonl").write_text("{}"), r"another version of input \S*/raw/3\.jsonl"),
+        (lambda raw: (raw / "3.jsonl").unlink(), r"other input files, with \S*/raw/3\.jsonl;"),
+        (lambda raw: (raw / "33.jsonl").write_text("{}"), r"other input files, without \S*/raw/33\.jsonl;"),
+    ],
+)
+def test_the_one_file_that_differs_is_named(tmp_path, change, message):
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    for number in range(9):
+        (raw / f"{number}.jsonl").write_text("{\n" if number == 8 else to_jsonl(["text"] * 30))
+    with pytest.raises(DataError, match="malformed"):
+        build(raw / "*.jsonl", tmp_path / "out/c")
+    change(raw)
+    with pytest.raises(DataError, match=f"was started with {message}"):
+        build(raw / "*.jsonl", tmp_path / "out/c")
+
+
+def test_the_order_of_inputs_is_compared():
+    inputs = [["a", 1, 2], ["b", 3, 4]]
+    assert input_change(inputs, inputs[::-1], "input files") == "other input files, in another order"
 
 
 def test_an_input_that_changes_during_the_build_is_noticed(tmp_path, input_path):

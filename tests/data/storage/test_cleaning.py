@@ -139,7 +139,11 @@ def test_a_plan_of_earlier_versions_is_gone_on_with(tmp_path, bucket):
     urls = bucket.put_all({"a.jsonl": lines(rows("a", 20)), "b.jsonl": b"no json\n"}, "raw")
     arguments = ["--input", *urls, "--output", "out", "--tasks", "2", "--workers", "1"]
     plan = tmp_path / "out.cleaning" / "plan.json"
-    for change, words in ((None, r"b.jsonl"), ("", r"b.jsonl"), ("0", r"another version of s3://.*a.jsonl")):
+    for change, words in (
+        (None, r"b.jsonl"),
+        ("", r"b.jsonl"),
+        ("0", r"another version of input s3://.*a.jsonl"),
+    ):
         if change is not None:
             tree = json.loads(plan.read_text())
             for entry in tree["input"]:

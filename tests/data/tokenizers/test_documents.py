@@ -265,6 +265,16 @@ def test_files_that_cannot_be_cut_stay_whole(tmp_path):
     ]
 
 
+def test_small_files_are_shared_by_number(tmp_path):
+    paths = [write(tmp_path / f"{i}.txt", b"x") for i in range(5)]
+    groups = plan_shards(paths, "file", 100, shard_files=2)
+    assert [[file_range.path for file_range in group] for group in groups] == [
+        paths[:2],
+        paths[2:4],
+        paths[4:],
+    ]
+
+
 @given(st.lists(st.text(min_size=1).filter(lambda text: not text.isspace())))
 @settings(deadline=None)
 def test_any_text_survives(tmp_path_factory, texts):
@@ -342,6 +352,17 @@ def test_inputs(tmp_path):
             expand_inputs([tmp_path / pattern])
     with pytest.raises(DataError, match="no input"):
         expand_inputs([])
+
+
+@pytest.mark.parametrize("cut", [FileRange(Path(), 10, None), FileRange(Path(), 0, 10)])
+def test_the_end_of_a_huge_record_is_not_searched_for_in_all_of_the_file(tmp_path, monkeypatch, cut):
+    """A worker read the rest of the file to memory, and refused nothing if the record was the last."""
+    monkeypatch.setattr("data_utils.corpus.documents.MAX_RECORD_BYTES", 100_000)
+    path = write(tmp_path / "a.jsonl", b"x" * 1_000_000 + b"\n{}\n")
+    with pytest.raises(
+        DataError, match=r"a\.jsonl: after byte 10 no record ends within 100000 bytes; split it"
+    ):
+        list(read_blocks([FileRange(path, cut.start, cut.stop)]))
 
 
 def test_a_huge_record_is_refused(tmp_path, monkeypatch):
