@@ -311,13 +311,13 @@ def own_documents(files: Sequence[Path]) -> Iterator[tuple[str, list[str]]]:
     """Documents of text files and of JSON lines with a field text; long texts are cut into several."""
     for path in files:
         try:
-            text = path.read_text("utf-8")
+            text = path.read_text("utf-8-sig")  # a byte order mark is no text
         except UnicodeDecodeError as error:
             raise DataError(f"{path} is not UTF-8 at byte {error.start}; convert it.") from None
         texts = [text]
         if path.suffix == ".jsonl":
             try:
-                texts = [json.loads(line)["text"] for line in text.splitlines() if line.strip()]
+                texts = [json.loads(line)["text"] for line in text.split("\n") if line.strip()]
                 is_text = all(isinstance(one, str) for one in texts)
             except (ValueError, KeyError, TypeError):
                 is_text = False
