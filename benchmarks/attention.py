@@ -39,6 +39,7 @@ from benchmarks.arguments import check_at_least, check_places, write_json
 from benchmarks.collate import make_vocabulary
 from data_utils.common.batch_fields import DOC
 from data_utils.common.errors import ArgumentParser, ConfigError, run_command
+from data_utils.common.files import require_named, write_picture
 from data_utils.common.memory import keep_freed_memory
 from data_utils.loader.loader import collate
 from data_utils.objectives import OBJECTIVES, make_one
@@ -237,7 +238,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     return records
 
 
-def plot(records: list[dict[str, Any]], path: str) -> None:
+def plot(records: list[dict[str, Any]], path: Path) -> None:
     """Time and memory per sequence by sequence length, a line for each objective and plan."""
     import matplotlib
 
@@ -269,7 +270,7 @@ def plot(records: list[dict[str, Any]], path: str) -> None:
             axis.set_ylabel(f"{unit} per row, forward + backward")
     grid[0, 0].legend(fontsize=7)
     figure.tight_layout()
-    figure.savefig(path, dpi=100)
+    write_picture(path, figure, "--plot", dpi=100)
 
 
 def shape(text: str) -> str:
@@ -318,7 +319,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         choices=CLOCKS,
         help="process: CPU seconds, for one thread on a shared machine",
     )
-    add("--plot", type=Path, metavar="PNG", help="also draw time and memory by length")
+    add("--plot", type=Path, metavar="FILE", help="also draw time and memory by length")
     add("--json", type=Path, metavar="FILE", help="also write the records")
     return parser.parse_args(arguments)
 
@@ -328,6 +329,8 @@ def main(arguments: list[str] | None = None) -> int:
     check_at_least(options, 1, "heads", "repeats", "threads")
     check_at_least(options, 16, "lengths")
     check_places(result=options.json)
+    if options.plot is not None:
+        require_named(options.plot, "--plot")
     if options.clock == "process" and options.threads > 1:
         raise ConfigError("--clock process counts CPU time of one thread; use it with --threads 1.")
     records = measure(options) if options.objectives else []

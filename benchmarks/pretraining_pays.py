@@ -17,7 +17,8 @@ settings: a head on the same labelled samples, epochs, batches and lengths, and 
 best on the validation split with the first seed. Then each seed draws samples, order and a head; the test split
 counts. The encoder is all-MiniLM-L6-v2, six layers of width 384, tuned here like the others. Everything goes through
 the project's commands and lies below --work; the same command goes on after an interruption. --models measures some of
-the models, and --add shows the rows of an earlier --json, of the others or of another machine, with them.
+the models (of --run the laptop model reads the checkpoint, the untrained one config.yaml, the encoder nothing), and
+--add shows the rows of an earlier --json, of the others or of another machine, with them.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ import yaml
 from benchmarks.arguments import check_at_least, write_json
 from benchmarks.real_tasks import Commands, share
 from data_utils.common.errors import ArgumentParser, ConfigError, DataError, run_command
-from data_utils.common.files import require_directory, require_writable
+from data_utils.common.files import require_directory, require_named, require_writable, write_picture
 from data_utils.common.setting_files import load_json
 
 WHEELS = {
@@ -55,8 +56,6 @@ WHEELS = {
 }
 SPLITS = {"train": 0.6, "validation": 0.2, "test": 0.2}  # of films, speakers, articles
 MIN_WORDS, MAX_WORDS = 12, 100  # of a speech's paragraph; of an article's beginning
-# Options that must stay the same while --work goes on.
-FIXED = ("run", "labelled", "tests", "epochs", "length", "seeds")
 MODELS = {"laptop": "the laptop model", "untrained": "the same, untrained", "encoder": "all-MiniLM-L6-v2"}
 
 
@@ -205,25 +204,19 @@ def tuned(
         "run": {"tensorboard": False, "peak_tflops": 1.0},
     }  # fmt: skip
     path = directory / f"{output.name}.yaml"
+    is_done = (output / "results.json").exists()
+    if is_done and yaml.safe_load(path.read_text("utf-8")) != tree:
+        raise DataError(
+            f"--work {options.work} has {output.name} of {task} with other settings ({path}); repeat the command "
+            "with those, or choose another --work."
+        )
     path.write_text(yaml.safe_dump(tree), encoding="utf-8")
-    if not (output / "results.json").exists():
+    if not is_done:
         commands.run(
             "scripts/finetune.py", *start_of(options, commands, model), "--task", path, "--output", output
         )
     results = json.loads((output / "results.json").read_text("utf-8"))
     return [files["metrics"]["accuracy"] for one in results["seeds"] for files in one["files"].values()]
-
-
-def require_same(options: argparse.Namespace) -> None:
-    """Raise ConfigError where --work has results of other options, which would be read as those of these."""
-    path = options.work / "options.json"
-    given = {name: getattr(options, name) for name in FIXED} | {"run": str(options.run)}
-    begun = load_json(path, "options") if path.exists() else given
-    if begun != given:
-        raise ConfigError(
-            f"{options.work} was begun with other options ({begun}, now {given}); give another --work."
-        )
-    write_json(path, given)
 
 
 def line(row: Mapping[str, Any]) -> str:
@@ -235,14 +228,51 @@ def line(row: Mapping[str, Any]) -> str:
     return f"| {row['task']} | {MODELS[row['model']]} | {' | '.join(cells)} |"
 
 
+def earlier_rows(options: argparse.Namespace) -> dict[str, Any]:
+    """The tasks and rows of --add, each row once. Raises: DataError for other files and for rows that disagree."""
+    found: dict[str, Any] = {"tasks": {}, "rows": []}
+    known: dict[tuple[str, str], Mapping[str, Any]] = {}
+    for path in options.add:
+        earlier = load_json(path, "--add")
+        if not _is_result(earlier):
+            raise DataError(
+                f"--add {path} holds no results of this program; give a file that its --json wrote."
+            )
+        found["tasks"] |= earlier["tasks"]
+        for row in earlier["rows"]:
+            key = row["task"], row["model"]
+            if key[0] in options.tasks and key[1] in options.models:
+                raise DataError(
+                    f"--add {path} has the model {key[1]} on {key[0]}, which this command measures too; leave it out "
+                    "of --models, or leave the file out."
+                )
+            if known.setdefault(key, row) != row:
+                raise DataError(
+                    f"--add {path} has other numbers of the model {key[1]} on {key[0]} than an earlier file; give "
+                    "one of them."
+                )
+    found["rows"] = list(known.values())
+    return found
+
+
+def _is_result(tree: Any) -> bool:
+    """Whether a file has the shape of what `measure` returns."""
+    try:
+        return all(facts["labels"] for facts in tree["tasks"].values()) and all(
+            row["task"] in tree["tasks"]
+            and row["model"] in MODELS
+            and row["rate"] > 0
+            and 0 <= min(row["accuracies"]) <= max(row["accuracies"]) <= 1
+            for row in tree["rows"]
+        )
+    except (TypeError, KeyError, AttributeError, ValueError):
+        return False
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All rows, printed as they come."""
     commands = Commands(options.threads)
-    found: dict[str, Any] = {"tasks": {}, "rows": []}
-    for path in options.add:
-        earlier = load_json(path, "--add")
-        found["tasks"] |= earlier["tasks"]
-        found["rows"] += earlier["rows"]
+    found = earlier_rows(options)
     print("| task | model | rate | accuracy | deviation | each seed |\n|---|---|---|---|---|---|", flush=True)
     for row in found["rows"]:
         print(line(row), flush=True)
@@ -283,14 +313,32 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
     axes.set_ylabel("accuracy; dots: seeds; dotted: guessing")
     axes.set_ylim(0, 1)
     axes.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
+    write_picture(path, figure, "--plot", dpi=120)
     pyplot.close(figure)
+
+
+def check_run(options: argparse.Namespace) -> None:
+    """Make --run absolute. Raises: ConfigError or DataError if --models needs of it what is not there."""
+    needing = [model for model in options.models if model != "encoder"]
+    if options.run is None:
+        if needing:
+            raise ConfigError(
+                f"--models has {needing[0]}, which needs --run RUN, a run of scripts/laptop.sh."
+            )
+        return
+    options.run = options.run.resolve()
+    if "laptop" in needing:
+        require_directory(options.run / "checkpoints", "run scripts/laptop.sh, or give --run a run")
+    if needing and not (options.run / "config.yaml").is_file():
+        raise DataError(
+            f"--run {options.run} has no config.yaml; run scripts/laptop.sh, or give --run a run."
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--run", type=Path, required=True, help="run of scripts/laptop.sh")
+    add("--run", type=Path, help="run of scripts/laptop.sh; the encoder alone needs none")
     add("--wheels", type=Path, required=True, help="directory of the downloaded packages")
     add("--work", type=Path, required=True, help="directory of texts and runs")
     add("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
@@ -314,14 +362,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     check_at_least(options, 1, "labelled", "tests", "epochs", "length", "threads")
     check_at_least(options, 0, "seeds", "rates")
-    options.run, options.work = options.run.resolve(), options.work.resolve()
-    require_directory(options.run / "checkpoints", "run scripts/laptop.sh, or give --run a run")
+    options.work = options.work.resolve()
+    check_run(options)
     for name in WHEELS:
         wheel(options.wheels, name).close()
-    for option in ("plot", "json"):
-        if getattr(options, option) is not None:
-            require_writable(getattr(options, option), f"--{option}")
-    require_same(options)
+    if options.plot is not None:
+        require_named(options.plot, "--plot")
+    if options.json is not None:
+        require_writable(options.json, "--json")
+    options.work.mkdir(parents=True, exist_ok=True)
     found = measure(options)
     if options.json is not None:
         write_json(options.json, found)

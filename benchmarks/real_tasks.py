@@ -41,7 +41,7 @@ import yaml
 
 from benchmarks.arguments import check_at_least, check_places, write_json
 from data_utils.common.errors import ArgumentParser, DataError, run_command
-from data_utils.common.files import require_writable
+from data_utils.common.files import require_named, write_picture
 from data_utils.tasks.base import TaskRecord
 from megatron_lite.finetune.setup import load_tree, prepare
 
@@ -296,7 +296,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.axvline(0.5, color="gray", linestyle=":")
     axes.set_xlabel("accuracy on films that are not trained on; dots: seeds")
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    write_picture(path, figure, "--plot", dpi=120)
     pyplot.close(figure)
 
 
@@ -321,7 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check_at_least(options, 0, "seeds")
     check_places(result=options.json)
     if options.plot is not None:
-        require_writable(options.plot, "--plot")
+        require_named(options.plot, "--plot")
     if importlib.util.find_spec("sklearn") is None:
         raise DataError("scikit-learn is not installed; install requirements-dev.txt.")
     read_reviews(options.reviews)

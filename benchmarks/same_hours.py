@@ -46,7 +46,7 @@ import tokenizers
 
 from benchmarks.arguments import check_at_least, write_json
 from data_utils.common.errors import ArgumentParser, ConfigError, DataError, run_command
-from data_utils.common.files import require_directory, require_writable
+from data_utils.common.files import require_directory, require_named, require_writable, write_picture
 from data_utils.common.setting_files import load_json
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.tasks.readers.minimal_pairs import read_minimal_pairs
@@ -513,7 +513,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
     for axes in (left, right):
         axes.set_xlabel("CPU minutes of training")
     left.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
+    write_picture(path, figure, "--plot", dpi=120)
     pyplot.close(figure)
 
 
@@ -550,8 +550,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.child is not None:
         run_child(options, *options.child)
         return 0
+    if options.blimp is not None:
+        read_minimal_pairs(options.blimp, options.pairs)  # a mistake now, not after a turn of training
     if options.plot is not None:
-        require_writable(options.plot, "--plot")
+        require_named(options.plot, "--plot")
     if options.json is not None:
         require_writable(options.json, "--json")
     found = measure(options)

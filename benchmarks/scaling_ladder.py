@@ -34,7 +34,7 @@ import data_utils.common.entry  # noqa: F401
 # isort: split
 from benchmarks.arguments import check_at_least, write_json
 from data_utils.common.errors import ArgumentParser, DataError, run_command
-from data_utils.common.files import require_directory, require_writable
+from data_utils.common.files import require_directory, require_named, write_picture
 from data_utils.common.setting_files import load_json
 from megatron_lite.config.tree import load_config
 from megatron_lite.model.flops import parameter_count
@@ -228,7 +228,7 @@ def draw(ladder: Ladder, common: float, path: Path) -> None:
         axes.set_xticks([], minor=True)
     by_rate.set_ylabel("validation loss (nats per token)")
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    write_picture(path, figure, "--plot", dpi=120)
     pyplot.close(figure)
 
 
@@ -252,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check_at_least(options, 1e-6, "rate")
     check_at_least(options, 0, "seeds")
     if options.plot is not None:
-        require_writable(options.plot, "--plot")
+        require_named(options.plot, "--plot")
     require_directory(
         options.quickstart / "data", "run scripts/quickstart.sh, or give --quickstart its directory"
     )

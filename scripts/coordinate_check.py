@@ -24,8 +24,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data_utils.common.errors import ArgumentParser, ConfigError, DataError, expanded_path, run_command
-from data_utils.common.files import require_writable
+from data_utils.common.errors import ArgumentParser, ConfigError, expanded_path, run_command
+from data_utils.common.files import require_named, write_picture
 from megatron_lite.config.model import ModelConfig, MupConfig
 from megatron_lite.config.tree import Config, load_config
 
@@ -154,12 +154,8 @@ def draw(found: dict[str, Changes], widths: Sequence[int], path: Path) -> None:
         axes.set_title(title)
         axes.legend(title="slope", fontsize=8)
     panels[0].set_ylabel("mean absolute change")
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        raise DataError(f"--output {path}: {error}; choose a writable PNG or SVG file.") from None
-    finally:
-        pyplot.close(figure)
+    write_picture(path, figure, "--output", dpi=120)
+    pyplot.close(figure)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -187,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name} is {getattr(options, name)}; it must be at least 1.")
     if options.output:
-        require_writable(options.output, "--output")
+        require_named(options.output, "--output")
     config = load_config(options.config, [*options.overrides, "training.precision=fp32"])
     from megatron_lite.estimate.step_estimate import with_vocabulary
     from megatron_lite.parallel.context import initialize

@@ -24,12 +24,16 @@ from typing import TYPE_CHECKING, Any
 
 # isort: split
 from data_utils.common.errors import ArgumentParser, ConfigError, DataError, expanded_path, run_command
-from data_utils.common.files import require_named, require_writable, write_whole
-from data_utils.common.setting_files import load_yaml
-from data_utils.common.settings import merge, parse_override
+from data_utils.common.files import require_named, require_writable, write_picture, write_whole
+from data_utils.common.setting_files import load_yaml, shown
+from data_utils.common.settings import build, merge, parse_override
+from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.readers.minimal_pairs import SCORES, read_minimal_pairs
 from megatron_lite.checkpoint.resolve_path import resolve_models
 from megatron_lite.finetune.setup import is_export, located_settings
+
+# How a run reads a text, where its objectives or its positions leave that open.
+PAIR_SETTINGS = ("form", "mask", "bidirectional", "sequence_length")
 
 if TYPE_CHECKING:
     from megatron_lite.finetune.checkpoints import CheckpointResult
@@ -127,17 +131,27 @@ def main() -> None:
 
 def compare_pairs(arguments: argparse.Namespace, given: Sequence[Path], tree: Mapping[str, Any]) -> None:
     """Score the minimal pairs with every checkpoint."""
+    settings = pair_settings(tree, [path for path in given if not is_export(path)])
     pairs = read_minimal_pairs(arguments.minimal_pairs, arguments.pairs)
     from megatron_lite.finetune import minimal_pairs
     from megatron_lite.finetune.checkpoints import opened, steps_of
-    from megatron_lite.finetune.harness import Harness
+    from megatron_lite.finetune.harness import Harness, HarnessOptions, make_template
+    from megatron_lite.inference.open_run import open_run
 
+    options = HarnessOptions(**settings)
+    for path in given:
+        # Scores of the first run would be lost if the second cannot be scored. An export must be imported for it.
+        if not is_export(path):
+            run = open_run(path, arguments.tokenizer)
+            run.require_one_transformer()
+            template = make_template(run, options)
+            minimal_pairs.check(template, pairs, arguments.score or minimal_pairs.usual_score(template))
     measured = {}
     for path in given:
         for checkpoint in steps_of(path) if arguments.every_step else [path]:
             with opened(checkpoint, arguments.tokenizer, tree) as run:
-                harness = Harness(run.with_model(), size=arguments.batch)
-                score = arguments.score or minimal_pairs.usual_score(harness)
+                harness = Harness(run.with_model(), options, size=arguments.batch)
+                score = arguments.score or minimal_pairs.usual_score(harness.template)
                 measured[str(checkpoint)] = minimal_pairs.measure(harness, pairs, score)
             print(f"measured {checkpoint}", flush=True)
     print(minimal_pairs.table(measured))
@@ -146,6 +160,25 @@ def compare_pairs(arguments: argparse.Namespace, given: Sequence[Path], tree: Ma
         write_whole(arguments.json, (json.dumps(numbers, indent=2) + "\n").encode(), "--json")
     if arguments.plot is not None:
         minimal_pairs.draw(arguments.plot, measured)
+
+
+def pair_settings(tree: Mapping[str, Any], runs: Sequence[Path]) -> dict[str, Any]:
+    """The settings of PAIR_SETTINGS that are given.
+
+    Args: runs: checkpoints that are no exports.
+    Raises: ConfigError for settings that would change nothing.
+    """
+    others = ", ".join(sorted(set(tree) - {"task"}))
+    if runs and others:
+        raise ConfigError(f"settings of {others} are given, but the run {runs[0]} has its own; remove them.")
+    task = tree.get("task", {})
+    if not isinstance(task, Mapping) or set(task) - set(PAIR_SETTINGS):
+        allowed = ", ".join(f"task.{name}" for name in PAIR_SETTINGS)
+        raise ConfigError(f"task is {shown(task)}, but minimal pairs take only {allowed}; remove the others.")
+    built = build(
+        TaskConfig, {"name": "pairs", "kind": "language_modelling", "reader": "jsonl", **task}, "task."
+    )
+    return {name: getattr(built, name) for name in task}
 
 
 def table(measured: Sequence[CheckpointResult]) -> str:
@@ -215,12 +248,8 @@ def plot(path: Path, measured: Sequence[CheckpointResult]) -> None:
     axes.set_xlabel("step")
     axes.set_ylabel(metric)
     axes.legend()
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:  # a place, or a kind of file, that cannot be written
-        raise DataError(f"--plot {path}: {error}; choose a writable PNG or SVG file.") from None
-    finally:
-        plt.close(figure)
+    write_picture(path, figure, "--plot")
+    plt.close(figure)
 
 
 def command() -> None:

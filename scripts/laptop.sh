@@ -80,6 +80,7 @@ install() {
 
 collect() {
     if [[ -e $corpus ]]; then echo "already there: $corpus"; return; fi
+    echo "$options" >"$made_with"
     if ((${#texts[@]})); then
         "$python" -m scripts.laptop.collect_text --text "${texts[@]}" --output "$corpus"
     elif $smoke; then
@@ -131,15 +132,26 @@ report() {
     "$python" scripts/report.py "$run" --output "$directory/report.html"
 }
 
+# With other options than those of its text, a directory would train on what is there without a word.
+options="smoke: $smoke; text: ${texts[*]:-packages}" made_with=$directory/.laptop
+
+check_options() {
+    if [[ -e $corpus && -s $made_with && $(<"$made_with") != "$options" ]]; then
+        echo "error: $corpus was made with ($(<"$made_with")), not ($options); choose another directory." >&2
+        exit 2
+    fi
+}
+
 trap report_failure EXIT
 claim_directory laptop
+check_options
 choose_processes
 
 stage 'environment' install
 settings=(
     "tokenizer.path=$tokenizer"
-    "data.train=[{prefix: '${data}_train'}]"
-    "data.validation=[{prefix: '${data}_validation'}]"
+    "data.train=[{prefix: $(yaml_text "${data}_train")}]"
+    "data.validation=[{prefix: $(yaml_text "${data}_validation")}]"
     "run.directory=$run"
     "${overrides[@]}"
 )

@@ -164,8 +164,8 @@ choose_processes
 stage 'environment' install
 settings=(
     "tokenizer.path=$tokenizer"
-    "data.train=[{prefix: '${data}_train'}]"
-    "data.validation=[{prefix: '${data}_validation'}]"
+    "data.train=[{prefix: $(yaml_text "${data}_train")}]"
+    "data.validation=[{prefix: $(yaml_text "${data}_validation")}]"
     "run.directory=$run"
     training.eval_fillings=3 # for the page
     "${overrides[@]}"

@@ -40,6 +40,11 @@ claim_directory() { # NAME: make the directory, or refuse one that has other fil
     touch "$directory/.$1"
 }
 
+yaml_text() { # TEXT: in the quotes of YAML, which doubles one that the text has
+    local quote="'"
+    printf "'%s'" "${1//$quote/$quote$quote}"
+}
+
 choose_processes() { # processes and OMP_NUM_THREADS: up to two GPUs, else two processes on all cores
     processes=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
     if ((processes > 2)); then processes=2; fi

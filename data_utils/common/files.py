@@ -10,15 +10,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import io
 import os
 import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.common.urls import is_url
+
+if TYPE_CHECKING:  # it takes long to load, and only pictures need it
+    from matplotlib.figure import Figure
 
 PICTURES = (".png", ".svg", ".pdf")  # endings of files that pictures are written to
 
@@ -76,6 +80,19 @@ def write_whole(path: Path, content: bytes, option: str) -> None:
         write_atomically(path, content)
     except OSError as error:
         raise DataError(f"{option} {path}: {error.strerror}; choose another {option}.") from None
+
+
+def write_picture(path: Path, figure: Figure, option: str, dpi: int | None = None) -> None:
+    """Write a figure of matplotlib as `write_whole`, whose directory it makes: the work before it takes long.
+
+    Raises: DataError, naming the option.
+    """
+    picture = io.BytesIO()
+    try:
+        figure.savefig(picture, format=path.suffix[1:], dpi=dpi or "figure")
+    except ValueError as error:  # an ending that is no kind of picture
+        raise DataError(f"{option} {path}: {error}; give a name in .png, .svg or .pdf.") from None
+    write_whole(path, picture.getvalue(), option)
 
 
 def write_atomically(path: Path, content: bytes, ending: str = ".partial") -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from data_utils.common.checksums import describe_file, identity
 from data_utils.common.errors import DataError
-from data_utils.common.files import disk_errors, locked, require_prefix, write_atomically
+from data_utils.common.files import disk_errors, locked, require_prefix, write_atomically, write_picture
 from data_utils.common.progress import progress_bar
 from data_utils.dataset.indexed_dataset import IndexedDataset, document_starts, file_sizes, read_header
 from data_utils.dataset.manifest import (
@@ -240,10 +240,7 @@ class LengthStatistics:
             axes.stairs(100 * heights, edges, label=label, fill=label == "documents", alpha=0.7)
         axes.set(xscale="log", xlabel="tokens per document", ylabel="% of all", title=title)
         axes.legend()
-        try:
-            figure.savefig(path, dpi=120)
-        except OSError as error:
-            raise DataError(f"{path} cannot be written ({error.strerror}); choose another file.") from None
+        write_picture(Path(path), figure, "--histogram", dpi=120)
 
 
 def length_statistics(dataset: IndexedDataset) -> LengthStatistics:

@@ -84,6 +84,10 @@ class HuggingFaceTokenizer(Tokenizer):
         encoded = self._backend.encode(without_lone_surrogates(text), add_special_tokens=False)
         return [self.special.unk if self._is_forbidden[i] else i for i in encoded.ids], encoded.offsets
 
+    def cuts(self, text: str) -> np.ndarray:
+        words = self._backend.encode(without_lone_surrogates(text), add_special_tokens=False).word_ids
+        return np.array([word != before for word, before in zip(words, [None, *words], strict=False)], bool)
+
     def with_visible_specials(self, names: Mapping[int, str]) -> tokenizers.Tokenizer:
         """A copy of the library's tokenizer that finds special tokens in a text, for an export.
 

@@ -99,6 +99,13 @@ class Tokenizer(abc.ABC):
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """`encode`, and for each token the first character of `text` that it stands for and the end, maybe the same."""
 
+    def cuts(self, text: str) -> np.ndarray | None:
+        """For each token of `encode`, whether the text was cut before it ahead of the model, as before punctuation.
+
+        None: nothing is known of such cuts.
+        """
+        return None
+
     def encode_with_specials(self, text: str) -> list[int]:
         """`encode`, except that [MASK], [sMASK] and [gMASK] become their ids.
 

@@ -13,17 +13,13 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from data_utils.common.errors import DataError
+from data_utils.common.files import write_picture
 
 
 def save(figure: Figure, path: Path) -> None:
     """Write a picture and close it. Raises: DataError if the file cannot be written."""
-    try:
-        figure.savefig(path, dpi=130)
-    except (OSError, ValueError) as error:  # a path or file type that cannot be written
-        raise DataError(f"--plot {path}: {error}; choose a writable PNG, SVG or PDF file.") from None
-    finally:
-        pyplot.close(figure)
+    write_picture(path, figure, "--plot", dpi=130)
+    pyplot.close(figure)
 
 
 def lines(

@@ -29,7 +29,7 @@ from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.finetune.checkpoints import make_predict
 from megatron_lite.inference.decoders import Decoder, make_decoder_for
-from megatron_lite.inference.open_run import Run
+from megatron_lite.inference.open_run import OpenRun, Run
 from megatron_lite.model.task_batch import TaskBatch
 
 DEFAULT_MAX_NEW_TOKENS = 256  # new tokens, if a task does not set a limit (lm_eval's default)
@@ -86,27 +86,8 @@ class Harness:
     def __init__(self, run: Run, options: HarnessOptions | None = None, size: int = 16):
         options = options or HarnessOptions()
         self.run, self.options, self.size = run, options, size
-        self.longest = _longest(run.config, options.sequence_length)
-        task = TaskConfig(
-            name="harness",
-            kind="language_modelling",
-            reader="text",
-            form=options.form,
-            mask=options.mask,
-            sequence_length=self.longest,
-            stride=options.stride or max(1, (self.longest - 1) // 2),
-            bidirectional=options.bidirectional,
-        )
-        input_format = choose_input_format(options.form, run.config.objective_choices)
-        inputs = Inputs(task, run.tokenizer, input_format, run.config.training.seed)
-        self.template = Continuations(
-            inputs,
-            score_end=options.score_end,
-            allow_masks=options.allow_masks,
-            first_token=options.first_token,
-            no_start=options.no_start,
-        )
-        self.template.check()
+        self.template = make_template(run, options)
+        self.longest = self.template.max_length
         self._predict = make_predict(run)
         self.cut = 0  # contexts truncated on the left
         self.num_requests = {"loglikelihood": 0, "loglikelihood_rolling": 0, "generate_until": 0}
@@ -292,6 +273,31 @@ class Harness:
         tree = {"strategy": strategy, "max_length": longest, **settings}
         # An empty string is in every text: it would end each after one token.
         return build(GenerationConfig, tree, "generation_kwargs."), [string for string in until if string]
+
+
+def make_template(run: OpenRun, options: HarnessOptions) -> Continuations:
+    """What makes model inputs of requests; needs no weights. Raises: ConfigError as `Harness`."""
+    longest = _longest(run.config, options.sequence_length)
+    task = TaskConfig(
+        name="harness",
+        kind="language_modelling",
+        reader="text",
+        form=options.form,
+        mask=options.mask,
+        sequence_length=longest,
+        stride=options.stride or max(1, (longest - 1) // 2),
+        bidirectional=options.bidirectional,
+    )
+    input_format = choose_input_format(options.form, run.config.objective_choices)
+    template = Continuations(
+        Inputs(task, run.tokenizer, input_format, run.config.training.seed),
+        score_end=options.score_end,
+        allow_masks=options.allow_masks,
+        first_token=options.first_token,
+        no_start=options.no_start,
+    )
+    template.check()
+    return template
 
 
 def before_first(text: str, until: Iterable[str]) -> str:

@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.common.errors import DataError
+from data_utils.common.files import write_picture
 from data_utils.common.progress import progress_bar
 from data_utils.tasks.readers.minimal_pairs import BLIMP_PARADIGMS, PUBLISHED, MinimalPair
+from data_utils.tasks.templates.continuations import Continuations
 from megatron_lite.finetune.harness import Harness
 
 USUAL = {"bert": "words", "glm": "blanks"}  # by the form of the model's inputs; others: left-to-right
@@ -89,20 +91,34 @@ def _numbers(paradigms: Sequence[Paradigm]) -> dict[str, Any]:
     }
 
 
-def usual_score(harness: Harness) -> str:
-    template = harness.template
+def usual_score(template: Continuations) -> str:
     if template.format_name == "glm" and not template.knows_word_blanks:
         return "left-to-right"
     return USUAL.get(template.format_name, "left-to-right")
+
+
+def check(template: Continuations, pairs: Sequence[MinimalPair], score: str) -> None:
+    """Find what stands against scoring before anything is scored, which takes hours.
+
+    Raises: ConfigError for a score that the run does not give; DataError for a sentence that has no token or does not
+        fit.
+    """
+    template.check_score(score)
+    for pair in pairs:
+        for text in (pair.good, pair.bad):
+            try:
+                _tokens(template, text, score)
+            except DataError as error:
+                raise DataError(f"paradigm {pair.paradigm}: {error}") from None
 
 
 def measure(harness: Harness, pairs: Sequence[MinimalPair], score: str) -> Scores:
     """Compare the sentences of each pair.
 
     Args: score: one of SCORES (minimal_pairs.py of the readers) that the run gives.
-    Raises: ConfigError; DataError for a sentence that has no token or does not fit.
+    Raises: ConfigError and DataError as `check`.
     """
-    harness.template.check_score(score)
+    check(harness.template, pairs, score)
     found: dict[str, Paradigm] = {}
     with progress_bar(total=len(pairs), unit="pairs") as shown:
         for start in range(0, len(pairs), PAIRS_OF_A_PASS):
@@ -110,12 +126,6 @@ def measure(harness: Harness, pairs: Sequence[MinimalPair], score: str) -> Score
             scores = scored(harness, [text for pair in some for text in (pair.good, pair.bad)], score)
             for pair, good, bad in zip(some, scores[::2], scores[1::2], strict=True):
                 paradigm = found.setdefault(pair.paradigm, Paradigm(pair.paradigm, pair.phenomenon))
-                if paradigm.phenomenon != pair.phenomenon:
-                    raise DataError(
-                        f"the paradigm {pair.paradigm} is of {paradigm.phenomenon!r} and of {pair.phenomenon!r}; a "
-                        "paradigm has one linguistics_term."
-                    )
-                # By text: scores of one sentence differ in the last digits if it is scored in two batches.
                 paradigm.right.append(good > bad or pair.is_one_sentence)
                 paradigm.ties += good == bad and not pair.is_one_sentence
                 paradigm.same += pair.is_one_sentence
@@ -124,12 +134,33 @@ def measure(harness: Harness, pairs: Sequence[MinimalPair], score: str) -> Score
 
 
 def scored(harness: Harness, texts: Sequence[str], score: str) -> list[float]:
-    """The score of each sentence, in nats."""
+    """The score of each sentence, in nats.
+
+    Sentences of the same tokens (of another case, or with spaces that the tokenizer drops) are scored once: the last
+    digits depend on the batch, so they would be unequal by chance.
+    """
+    tokens = [_tokens(harness.template, text, score) for text in texts]
+    different = dict(zip(tokens, texts, strict=True))
+    asked = list(different.values())
     if score == "left-to-right":
-        # lm_eval puts a space before what follows a context, also an empty one. GPT-2's tokens differ by it.
-        space = " " if harness.template.format_name == "causal" else ""
-        return [total for total, _ in harness.loglikelihood([("", space + text) for text in texts])]
-    return harness.pseudo_loglikelihood(texts, score)
+        requests = [("", _continuation(harness.template, text)) for text in asked]
+        totals = [total for total, _ in harness.loglikelihood(requests)]
+    else:
+        totals = harness.pseudo_loglikelihood(asked, score)
+    by_tokens = dict(zip(different, totals, strict=True))
+    return [by_tokens[one] for one in tokens]
+
+
+def _tokens(template: Continuations, text: str, score: str) -> tuple[int, ...]:
+    """What is scored of a sentence. Raises: DataError for a sentence that has no token or does not fit."""
+    if score == "left-to-right":
+        return tuple(template.tokenize("", _continuation(template, text)).continuation)
+    return tuple(template.pseudo_tokens(text))
+
+
+def _continuation(template: Continuations, text: str) -> str:
+    # lm_eval puts a space before what follows a context, also an empty one. GPT-2's tokens differ by it.
+    return f" {text}" if template.format_name == "causal" else text
 
 
 def table(measured: Mapping[str, Scores]) -> str:
@@ -193,9 +224,5 @@ def draw(path: Path, measured: Mapping[str, Scores]) -> None:
     axes.set_xlim(0, 100)
     axes.set_xlabel("pairs whose acceptable sentence has the higher score, percent")
     axes.legend(fontsize=7)
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise DataError(f"--plot {path}: {error}; choose a writable PNG or SVG file.") from None
-    finally:
-        plt.close(figure)
+    write_picture(path, figure, "--plot")
+    plt.close(figure)

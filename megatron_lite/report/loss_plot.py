@@ -17,6 +17,7 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 
 from data_utils.common.errors import DataError
+from data_utils.common.files import write_picture
 
 COLORS = pyplot.rcParams["axes.prop_cycle"].by_key()["color"]
 DOTTED: dict[str, Any] = {"linestyle": ":", "linewidth": 1.5}
@@ -40,12 +41,8 @@ def plot_losses(records: Sequence[Mapping[str, Any]], unigram: Mapping[str, floa
         if axes.get_lines():
             axes.legend()
     total_axes.set_ylabel(f"loss, nats per {'sentence' if 'beta' in train[-1] else 'token'}")
-    try:
-        figure.savefig(output, dpi=120)
-    except OSError as error:
-        raise DataError(f"{output}: {error.strerror}; choose a writable directory with --output.") from None
-    finally:
-        pyplot.close(figure)
+    write_picture(output, figure, "--output", dpi=120)
+    pyplot.close(figure)
 
 
 def draw_total(

@@ -310,7 +310,7 @@ def own_documents(files: Sequence[Path]) -> Iterator[tuple[str, list[str]]]:
     """Documents of text files and of JSON lines with a field text; long texts are cut into several."""
     for path in files:
         try:
-            text = path.read_text("utf-8-sig")
+            text = path.read_text("utf-8-sig")  # a byte order mark is no text
         except UnicodeDecodeError as error:
             raise DataError(f"{path} is not UTF-8 at byte {error.start}; convert it.") from None
         texts = [text]

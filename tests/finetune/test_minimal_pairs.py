@@ -1,5 +1,6 @@
 """Minimal pairs: the scores of sentences equal plain loops over transformers' classes."""
 
+import gzip
 import json
 import math
 from types import SimpleNamespace
@@ -80,21 +81,32 @@ def pseudo(model, tokenizer, sentence, whole_words):
 @pytest.mark.parametrize(
     ("case", "score"),
     # Qwen2 has learnt without a token before a text, and is scored after eos, as by lm_eval.
-    [("gpt2", "left-to-right"), ("qwen2", "left-to-right"), ("bert", "words"), ("bert", "tokens")],
+    [
+        ("gpt2", "left-to-right"),
+        ("qwen2", "left-to-right"),
+        ("bert", "words"),
+        ("bert", "tokens"),
+        ("roberta", "words"),
+    ],
 )
 def test_scores_match_a_plain_loop(imported, case, score):
     original, run = imported(case)
     tokenizer = transformers.AutoTokenizer.from_pretrained(original)
     described = json.loads((original / "config.json").read_text())
-    classes = {"gpt2": "GPT2LMHeadModel", "qwen2": "Qwen2ForCausalLM", "bert": "BertForMaskedLM"}
+    classes = {
+        "gpt2": "GPT2LMHeadModel",
+        "qwen2": "Qwen2ForCausalLM",
+        "bert": "BertForMaskedLM",
+        "roberta": "RobertaForMaskedLM",
+    }
     model = getattr(transformers, classes[case]).from_pretrained(original).eval()
     if score == "left-to-right":
         expected = [left_to_right(model, tokenizer, sentence) for sentence in SENTENCES]
     else:
         expected = [pseudo(model, tokenizer, sentence, score == "words") for sentence in SENTENCES]
     harness = Harness(load_run(run), size=3)
-    assert described["vocab_size"] and minimal_pairs.usual_score(harness) == (
-        "words" if case == "bert" else score
+    assert described["vocab_size"] and minimal_pairs.usual_score(harness.template) == (
+        "words" if score == "tokens" else score
     )
     assert minimal_pairs.scored(harness, SENTENCES, score) == pytest.approx(
         expected, abs=2e-3
@@ -148,11 +160,11 @@ def test_the_command_counts_pairs_by_paradigm_and_phenomenon(imported, tmp_path)
     original, run = imported("gpt2")
     pairs = write_pairs(tmp_path / "pairs")
     checkpoints = ["--checkpoint", run, "--checkpoint", original, "--minimal-pairs", pairs]
-    outputs = ["--json", tmp_path / "out.json", "--plot", tmp_path / "out.png"]
+    outputs = ["--json", tmp_path / "new/out.json", "--plot", tmp_path / "new/pictures/out.png"]
     done = forked("scripts/evaluate.py", *checkpoints, *outputs)
     assert done.returncode == 0, done.stderr
-    found, exported = json.loads((tmp_path / "out.json").read_text()).values()
-    assert found == exported and (tmp_path / "out.png").stat().st_size > 5000
+    found, exported = json.loads((tmp_path / "new/out.json").read_text()).values()
+    assert found == exported and (tmp_path / "new/pictures/out.png").stat().st_size > 5000
     tokenizer = transformers.AutoTokenizer.from_pretrained(original)
     model = transformers.GPT2LMHeadModel.from_pretrained(original).eval()
     accuracies = {}
@@ -178,7 +190,11 @@ class Constant:
     """Stands for a harness whose sentences of even length have equal scores."""
 
     def __init__(self):
-        self.template = SimpleNamespace(format_name="prefix", check_score=lambda score: None)
+        self.template = SimpleNamespace(
+            format_name="prefix",
+            check_score=lambda score: None,
+            tokenize=lambda context, text: SimpleNamespace(continuation=[*text]),
+        )
 
     def loglikelihood(self, pairs):
         return [(float(len(text) % 2) * len(text), False) for _, text in pairs]
@@ -201,7 +217,12 @@ def test_equal_scores_count_as_wrong_but_one_sentence_twice_as_right():
     [
         ('{"sentence_good": "a", "sentence_bad": "a"}\n' * 2, "in all 2 pairs"),
         ('\n{"sentence_good": "a"}\n', "line 2: sentence_bad is None"),
-        ('{"sentence_good": "a", "sentence_bad": "b", "UID": 3}\n', "UID and linguistics_term"),
+        ('{"sentence_good": "a", "sentence_bad": "b", "UID": 3}\n', "line 1: UID is 3"),
+        (
+            '{"sentence_good": "a", "sentence_bad": "b", "UID": "p", "linguistics_term": "t"}\n'
+            '{"sentence_good": "a", "sentence_bad": "b", "UID": "p"}\n',
+            "line 2: the paradigm p is of '' here, and of 't' in an earlier line",
+        ),
         ("[1]\n", "line 1: "),
         ("", "has no pair"),
     ],
@@ -218,6 +239,73 @@ def test_names_that_lack_match_the_file(tmp_path):
     assert (pair.paradigm, pair.phenomenon) == ("island", "")
     with pytest.raises(DataError, match=r"no \.jsonl file"):
         read_minimal_pairs(tmp_path.parent / tmp_path.name / "..")
+
+
+def test_compressed_files_are_read_and_hidden_ones_are_not(tmp_path):
+    pair = b'{"sentence_good": "a", "sentence_bad": "b", "UID": null, "linguistics_term": null}\n'
+    (tmp_path / "island.jsonl.gz").write_bytes(gzip.compress(pair))
+    (tmp_path / "GAP.JSONL").write_bytes(pair)
+    (tmp_path / "._gap.jsonl").write_bytes(b"\0\5\x16\7")
+    assert [pair.paradigm for pair in read_minimal_pairs(tmp_path)] == ["GAP", "island"]
+
+
+def test_a_path_without_pairs_is_named_as_what_it_is(tmp_path):
+    (tmp_path / "broken.jsonl").symlink_to(tmp_path / "nothing")
+    (tmp_path / "directory.jsonl").mkdir()
+    for path, reason in ((tmp_path, "broken.jsonl does not exist"), (tmp_path / "x", "x does not exist")):
+        with pytest.raises(DataError, match=f"{reason}; minimal pairs are"):
+            read_minimal_pairs(path)
+    (tmp_path / "broken.jsonl").unlink()
+    with pytest.raises(DataError, match=r"directory\.jsonl is not a file; minimal pairs are"):
+        read_minimal_pairs(tmp_path)
+
+
+def test_sentences_of_the_same_tokens_are_equal_in_any_batch(tmp_path, monkeypatch):
+    """Noise stands for rounding, which depends on what else is in a batch."""
+    masked, glm = (
+        Harness(harness_run(tmp_path / name, name), size=3) for name in ("masked_lm", "blank_infilling")
+    )
+    exact, rng = Harness._score_batch, np.random.default_rng(1)
+
+    def rounded(self, batch):
+        scores, likeliest = exact(self, batch)
+        return scores + rng.normal(size=scores.shape), likeliest
+
+    monkeypatch.setattr(Harness, "_score_batch", rounded)
+    # WordPiece here knows neither case nor spaces.
+    texts = [("The quick fox", "the quick fox"), ("the dog  jumps", "the dog jumps"), ("ŋ cats", "ƕ cats")]
+    pairs = [minimal_pairs.MinimalPair("p", "", *two) for two in (*texts, *(two[::-1] for two in texts))]
+    for harness, score in ((masked, "words"), (masked, "tokens"), (glm, "blanks"), (glm, "left-to-right")):
+        (found,) = minimal_pairs.measure(harness, pairs, score).paradigms
+        assert found.ties == len(pairs) and not any(found.right)
+
+
+def test_a_sentence_that_does_not_fit_is_found_before_any_is_scored(tmp_path, monkeypatch):
+    pairs = [
+        minimal_pairs.MinimalPair(name, "", text, "a") for name, text in (("p", "the"), ("q", "the " * 99))
+    ]
+    monkeypatch.delattr(Harness, "_score_samples")
+    for objective, score in (("masked_lm", "words"), ("causal", "left-to-right"), ("t5", "left-to-right")):
+        harness = Harness(harness_run(tmp_path / objective, objective))
+        with pytest.raises(DataError, match=r"paradigm q: the .* has 99 tokens"):
+            minimal_pairs.measure(harness, pairs, score)
+
+
+def test_what_cannot_be_scored_is_refused_before_the_first_checkpoint(imported, tmp_path):
+    gpt, bert = imported("gpt2")[1], imported("bert")[1]
+    pairs = ["--minimal-pairs", write_pairs(tmp_path / "pairs")]
+    for arguments, message in (
+        (
+            ["--checkpoint", gpt, "--checkpoint", bert, "--score", "left-to-right"],
+            "the score is left-to-right, but",
+        ),
+        (["--checkpoint", gpt, "training.seed=3"], "settings of training are given, but the run"),
+        (["--checkpoint", gpt, "task.stride=3"], "minimal pairs take only task.form, "),
+        (["--checkpoint", gpt, "task.sequence_length=a"], "task.sequence_length"),
+        (["--checkpoint", gpt, "task.sequence_length=8"], "but only 8 fit the model"),
+    ):
+        done = forked("scripts/evaluate.py", *arguments, *pairs)
+        assert done.returncode == 2 and message in done.stderr and "measured" not in done.stdout, done.stderr
 
 
 def test_a_score_that_the_run_does_not_give_is_refused(tmp_path):
@@ -240,10 +328,10 @@ def test_a_score_that_the_run_does_not_give_is_refused(tmp_path):
 def test_a_glm_of_long_spans_alone_is_scored_left_to_right(tmp_path):
     run = harness_run(tmp_path, "blank_infilling", token_prob=0.0, sentence_prob=0.0)
     harness = Harness(run)
-    assert minimal_pairs.usual_score(harness) == "left-to-right"
+    assert minimal_pairs.usual_score(harness.template) == "left-to-right"
     with pytest.raises(ConfigError, match="gives left-to-right"):
         minimal_pairs.measure(harness, [], "blanks")
-    assert minimal_pairs.usual_score(Harness(harness_run(tmp_path, "blank_infilling"))) == "blanks"
+    assert minimal_pairs.usual_score(Harness(harness_run(tmp_path, "blank_infilling")).template) == "blanks"
 
 
 @pytest.mark.parametrize("paradigms", [67, 2])

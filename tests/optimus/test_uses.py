@@ -191,4 +191,4 @@ def test_pictures_are_drawn(tmp_path, labelled):
     text = (tmp_path / "space.svg").read_text()
     assert "svg" in text[:500]
     with pytest.raises(DataError, match=r"--picture .*none/a\.png"):
-        draw(tmp_path / "none/a.png", mu, mu, labels)
+        draw(tmp_path / "space.svg/none/a.png", mu, mu, labels)

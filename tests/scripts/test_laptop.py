@@ -14,6 +14,7 @@ import pytest
 from support.project import ROOT
 
 from data_utils.common.errors import ConfigError, DataError
+from data_utils.common.settings import parse_override
 from megatron_lite.config.tree import load_config
 from scripts.laptop import collect_text
 
@@ -150,12 +151,15 @@ def test_own_text_is_cleaned_and_repetitions_go(tmp_path):
     assert len((tmp_path / "d.jsonl").read_text().splitlines()) == 1
 
 
-def test_own_records_may_hold_other_ends_of_lines_and_begin_with_a_byte_order_mark(tmp_path):
+def test_lines_of_json_end_at_line_feeds_alone_and_a_byte_order_mark_is_no_text(tmp_path):
     text = f"{prose(1)}\u2028{prose(2)}\x85{prose(3)}"
-    write(tmp_path / "a.jsonl", "\ufeff" + json.dumps({"text": text}, ensure_ascii=False) + "\r\n")
-    collect_text.main(["--text", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "c.jsonl")])
-    (record,) = map(json.loads, (tmp_path / "c.jsonl").read_text().splitlines())
-    assert record["text"] == " ".join(map(prose, (1, 2, 3)))
+    line = json.dumps({"text": text}, ensure_ascii=False) + "\r\n"
+    write(tmp_path / "a.jsonl", line.encode("utf-8-sig"))
+    write(tmp_path / "b.txt", prose(4).encode("utf-8-sig"))
+    texts = [str(tmp_path / name) for name in ("a.jsonl", "b.txt")]
+    collect_text.main(["--text", *texts, "--output", str(tmp_path / "c.jsonl")])
+    found = [json.loads(line)["text"] for line in (tmp_path / "c.jsonl").read_text().splitlines()]
+    assert found == [" ".join(text.split()), prose(4)]
 
 
 def test_a_book_is_cut_into_documents_without_losing_a_paragraph(tmp_path):
@@ -222,6 +226,27 @@ def test_bad_pairs_are_refused_before_the_training(tmp_path):
     result = laptop("--blimp", str(tmp_path / "pairs"), str(tmp_path / "laptop"))
     assert result.returncode != 0 and "one.jsonl, line 1: sentence_good is None" in result.stderr
     assert not (tmp_path / "laptop/corpus.jsonl").exists() and "2/8" not in result.stdout
+
+
+def test_a_directory_keeps_the_options_of_its_text(tmp_path):
+    write(tmp_path / "own.txt", prose(1))
+    directory = tmp_path / "laptop"
+    write(directory / "corpus.jsonl", "")
+    write(directory / ".laptop", f"smoke: true; text: {tmp_path}/own.txt\n")
+    for arguments in (["--smoke"], ["--text", str(tmp_path / "own.txt")], []):
+        result = laptop(*arguments, str(directory))
+        assert (
+            result.returncode == 2
+            and f"was made with (smoke: true; text: {tmp_path}/own.txt), not" in result.stderr
+        )
+    assert sorted(path.name for path in directory.iterdir()) == [".laptop", "corpus.jsonl"]
+
+
+@pytest.mark.parametrize("path", ["plain", "John's files", "'", "a, b: {c}"])
+def test_paths_are_text_of_yaml(path):
+    command = 'source scripts/stages.sh; echo "data.train=[{prefix: $(yaml_text "$1")}]"'
+    done = subprocess.run(["bash", "-c", command, "bash", path], cwd=ROOT, capture_output=True, text=True)
+    assert parse_override(done.stdout.strip()) == {"data": {"train": [{"prefix": path}]}}
 
 
 @pytest.mark.slow

@@ -1,8 +1,9 @@
 """Minimal pairs: two sentences that differ in one point, of which one is acceptable.
 
-The format is that of BLiMP (doi 10.1162/tacl_a_00321). A file has a JSON object a line: "sentence_good" and
-"sentence_bad", "UID" (the paradigm; without it the name of the file) and "linguistics_term" (the phenomenon, to which
-several paradigms belong). BLiMP itself has seven pairs that are one sentence twice; they are read like the others.
+The format is that of BLiMP (doi 10.1162/tacl_a_00321). A file, compressed or not, has a JSON object a line:
+"sentence_good" and "sentence_bad", "UID" (the paradigm; without it the name of the file) and "linguistics_term" (the
+phenomenon, to which several paradigms belong). BLiMP itself has seven pairs that are one sentence twice; they are read
+like the others.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from pathlib import Path
 from data_utils.common.errors import DataError
 from data_utils.common.setting_files import shown
 from data_utils.corpus.json_records import UnusableRecord, parse_json_object
-from data_utils.tasks.readers.files import numbered_lines
+from data_utils.corpus.stored_files import compression_suffix
+from data_utils.tasks.readers.files import file_suffix, numbered_lines
 
 # Means over the paradigms of BLiMP in percent, computed from the scores by paradigm that its authors publish
 # (github.com/alexwarstadt/blimp).
@@ -43,21 +45,29 @@ def read_minimal_pairs(path: Path, most: int | None = None) -> list[MinimalPair]
     Raises: DataError with file and line for a pair that cannot be compared.
     """
     if path.is_dir():
-        files = sorted(path.glob("*.jsonl"))
+        # Hidden files are not the benchmark's: macOS writes ._NAME.jsonl beside NAME.jsonl.
+        files = sorted(
+            file for file in path.iterdir() if file_suffix(file) == ".jsonl" and not file.name.startswith(".")
+        )
         if not files:
             raise DataError(f"{path} has no .jsonl file; name the directory of the benchmark's files.")
     else:
         files = [path]
-    pairs = [pair for file in files for pair in _read_file(file)]
+    paradigms: dict[str, list[MinimalPair]] = {}
+    pairs = [pair for file in files for pair in _read_file(file, paradigms)]
     if most is None:
         return pairs
-    paradigms: dict[str, list[MinimalPair]] = {}
-    for pair in pairs:
-        paradigms.setdefault(pair.paradigm, []).append(pair)
     return [pair for paradigm in paradigms.values() for pair in paradigm[:most]]
 
 
-def _read_file(path: Path) -> list[MinimalPair]:
+def _read_file(path: Path, paradigms: dict[str, list[MinimalPair]]) -> list[MinimalPair]:
+    """The pairs of a file. Args: paradigms: those that were read, by paradigm; the new ones are added."""
+    if not path.is_file():
+        reason = "is not a file" if path.exists() else "does not exist"
+        raise DataError(
+            f"{path} {reason}; minimal pairs are a file of JSON lines or a directory of such files."
+        )
+    file_name = Path(path.name[: len(path.name) - len(compression_suffix(path))]).stem
     pairs = []
     for number, line in numbered_lines(path):
         if not line.strip():
@@ -66,20 +76,31 @@ def _read_file(path: Path) -> list[MinimalPair]:
             tree = parse_json_object(line)
         except UnusableRecord as error:
             raise DataError(f"{path}, line {number}: {error}; correct the line.") from None
-        texts = {name: tree.get(name) for name in ("sentence_good", "sentence_bad")}
-        for name, text in texts.items():
+        for name in ("sentence_good", "sentence_bad"):
+            text = tree.get(name)
             if not isinstance(text, str) or not text.strip():
                 raise DataError(
                     f"{path}, line {number}: {name} is {shown(text)}; each line needs the texts sentence_good and "
                     "sentence_bad."
                 )
-        good, bad = str(texts["sentence_good"]), str(texts["sentence_bad"])
-        names = [tree.get("UID", path.stem), tree.get("linguistics_term", "")]
-        if not all(isinstance(name, str) for name in names):
+        # null is as good as nothing: tables that are written as JSON have it where a name is missing.
+        names = {"UID": tree.get("UID") or file_name, "linguistics_term": tree.get("linguistics_term") or ""}
+        for name, value in names.items():
+            if not isinstance(value, str):
+                raise DataError(
+                    f"{path}, line {number}: {name} is {shown(value)}; it is a name: write text, or leave it out."
+                )
+        pair = MinimalPair(
+            names["UID"], names["linguistics_term"], tree["sentence_good"], tree["sentence_bad"]
+        )
+        same_paradigm = paradigms.setdefault(pair.paradigm, [])
+        if same_paradigm and same_paradigm[0].phenomenon != pair.phenomenon:
             raise DataError(
-                f"{path}, line {number}: UID and linguistics_term are {shown(names)}; they are names."
+                f"{path}, line {number}: the paradigm {pair.paradigm} is of {pair.phenomenon!r} here, and of "
+                f"{same_paradigm[0].phenomenon!r} in an earlier line; a paradigm has one linguistics_term: correct one."
             )
-        pairs.append(MinimalPair(str(names[0]), str(names[1]), good, bad))
+        same_paradigm.append(pair)
+        pairs.append(pair)
     if not pairs:
         raise DataError(f"{path} has no pair; it needs a JSON object with two sentences a line.")
     if all(pair.is_one_sentence for pair in pairs):

@@ -310,6 +310,19 @@ class Continuations:
                 f"the score is {score}, but a run of {self.inputs.input_format.objective} "
                 f"gives {' or '.join(scores)}; choose that."
             )
+        if score in ("words", "blanks") and self._vocabulary.word_start is None:
+            raise ConfigError(f"{self._vocabulary.words_unknown}; score by tokens, or left-to-right.")
+
+    def pseudo_tokens(self, text: str) -> list[int]:
+        """The tokens of a text that `pseudo_sample` takes. Raises: DataError as that."""
+        tokens = list(self._encode(text))
+        max_tokens = self.max_length - (4 if self.format_name == "glm" else 2)
+        if not 0 < len(tokens) <= max_tokens:
+            raise DataError(
+                f"the text {shown(text)} has {len(tokens)} tokens, but a text has 1 to {max_tokens} here; leave it "
+                "out, or give a model with more positions."
+            )
+        return tokens
 
     def pseudo_sample(self, text: str, score: str) -> TaskSample:
         """The sample whose groups' log probabilities sum to a text's pseudo log likelihood.
@@ -321,27 +334,22 @@ class Continuations:
                 blanks: GLM: each word is a blank, whose tokens and end are predicted from left to right.
         Raises: DataError for a text without a token, or longer than the model.
         """
-        tokens = list(self._encode(text))
-        max_tokens = self.max_length - (4 if self.format_name == "glm" else 2)
-        if not 0 < len(tokens) <= max_tokens:
-            raise DataError(
-                f"the text {shown(text)} has {len(tokens)} tokens, but a text has 1 to {max_tokens} here; leave it "
-                "out, or give a model with more positions."
-            )
+        tokens = self.pseudo_tokens(text)
         pair = TokenizedPair([], tokens, 0, self.inputs.mask())
         if score == "tokens":
             return self._mask_in_turn(pair)
-        words = self._words(tokens)
         if score == "words":
+            # Byte-level BPE marks spaces alone. As in the paper's program a full stop is no part of the last word.
+            words = self._words(tokens, self.inputs.tokenizer.cuts(text))
             return self._mask_in_turn(pair, [end for start, end in words for _ in range(start, end)])
-        return self._blanks_in_turn(tokens, words)
+        return self._blanks_in_turn(tokens, self._words(tokens))
 
-    def _words(self, tokens: list[int]) -> list[tuple[int, int]]:
-        """Start and end of each word."""
-        if self._vocabulary.word_start is None:
-            raise ConfigError(f"{self._vocabulary.words_unknown}; score by tokens, or left-to-right.")
+    def _words(self, tokens: list[int], cuts: np.ndarray | None = None) -> list[tuple[int, int]]:
+        """Start and end of each word. Args: cuts: where words begin besides."""
         starts = self._vocabulary.word_starts(np.array(tokens))
         starts[0] = True
+        if cuts is not None:
+            starts |= cuts
         return list(itertools.pairwise([*np.flatnonzero(starts).tolist(), len(tokens)]))
 
     @functools.cached_property

@@ -15,7 +15,7 @@ import torch
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
-from data_utils.common.errors import DataError
+from data_utils.common.files import write_picture
 from megatron_lite.models.optimus.metrics import active_units
 
 MOST_CLASSES = 9  # with a colour of their own
@@ -62,12 +62,8 @@ def draw(
     left.set_xlabel(names[0])
     left.set_ylabel(names[1])
     draw_components(right, divergence.mean(0), active_units(mu))
-    try:
-        figure.savefig(path, dpi=130)
-    except (OSError, ValueError) as error:  # a place, or a kind of file, that cannot be written
-        raise DataError(f"--picture {path}: {error}; choose a writable PNG or SVG file.") from None
-    finally:
-        pyplot.close(figure)
+    write_picture(path, figure, "--picture", dpi=130)
+    pyplot.close(figure)
 
 
 def draw_sentences(axes: Axes, places: torch.Tensor, labels: Sequence[str] | None) -> None:

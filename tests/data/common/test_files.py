@@ -10,6 +10,7 @@ from data_utils.common.files import (
     require_new_directory,
     require_prefix,
     require_writable,
+    write_picture,
     write_whole,
 )
 
@@ -86,3 +87,21 @@ def test_directories_and_prefixes(tmp_path):
         with pytest.raises(ConfigError, match=rf"corpus\{suffix}' must be a prefix .*; give data/corpus\."):
             require_prefix(f"data/corpus{suffix}")
     require_prefix("data/corpus.v1")
+
+
+class Figure:
+    """Stands for a figure of matplotlib, which refuses endings that are no kind of picture."""
+
+    def savefig(self, file, format, dpi):
+        if format != "png":
+            raise ValueError(f"Format {format!r} is not supported")
+        file.write(b"picture")
+
+
+def test_a_picture_is_written_whole_in_a_directory_that_is_made(tmp_path):
+    write_picture(tmp_path / "new/a.png", Figure(), "--plot")
+    assert (tmp_path / "new/a.png").read_bytes() == b"picture" and len(list(tmp_path.rglob("*"))) == 2
+    with pytest.raises(DataError, match=r"--plot .*a\.png/b\.png: File exists"):
+        write_picture(tmp_path / "new/a.png/b.png", Figure(), "--plot")
+    with pytest.raises(DataError, match=r"--plot .*a\.txt: .*give a name in \.png"):
+        write_picture(tmp_path / "new/a.txt", Figure(), "--plot")

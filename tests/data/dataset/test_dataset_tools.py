@@ -208,5 +208,7 @@ def test_the_histogram_is_a_picture(tmp_path):
     dataset = build(tmp_path / "d", [[1] * n for n in range(1, 50)])
     length_statistics(dataset).save_histogram(tmp_path / "h.png", "title")
     assert (tmp_path / "h.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(DataError, match="cannot be written"):
-        length_statistics(dataset).save_histogram(tmp_path / "missing/h.png", "title")
+    length_statistics(dataset).save_histogram(tmp_path / "new/h.svg", "title")
+    assert "<svg" in (tmp_path / "new/h.svg").read_text()
+    with pytest.raises(DataError, match=r"--histogram .*h\.png"):
+        length_statistics(dataset).save_histogram(tmp_path / "h.png/h.png", "title")
