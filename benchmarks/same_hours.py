@@ -305,7 +305,7 @@ def scores(options: argparse.Namespace, system: str, state: dict[str, Any]) -> d
         values = score([text for pair in pairs for text in (pair.good, pair.bad)])
         for pair, good, bad in zip(pairs, values[::2], values[1::2], strict=True):
             own = paradigms.setdefault(pair.paradigm, minimal_pairs.Paradigm(pair.paradigm, pair.phenomenon))
-            own.right.append(good > bad)
+            own.right.append(good > bad or pair.is_one_sentence)  # as in lm_eval
         accuracy, error = minimal_pairs.mean(list(paradigms.values()))
         found |= {"blimp": accuracy, "blimp_error": None if math.isnan(error) else error}
     return found
@@ -422,7 +422,8 @@ def planned(options: argparse.Namespace, system: str) -> dict[str, Any]:
 
 def setup(options: argparse.Namespace) -> dict[str, Any]:
     """What must not change while --work goes on."""
-    return {name: getattr(options, name) for name in ("seconds", "precision", "threads", "seed", "set")}
+    names = ("seconds", "precision", "threads", "seed", "peer_lr", "pairs", "sentences", "set")
+    return {name: getattr(options, name) for name in names}
 
 
 def take_turn(options: argparse.Namespace, system: str, plan: dict[str, Any]) -> None:

@@ -179,9 +179,10 @@ def test_systems_take_turns_by_seconds_and_continue_after_an_interruption(option
     same_hours.draw(found, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert same_hours.measure(options) == found  # nothing is left to do
-    options.precision = "bf16"
-    with pytest.raises(ConfigError, match="another --work"):
-        same_hours.measure(options)
+    for name, other in (("precision", "bf16"), ("peer_lr", 0.5), ("pairs", 3)):
+        changed = SimpleNamespace(**{**vars(options), name: other})
+        with pytest.raises(ConfigError, match="another --work"):
+            same_hours.measure(changed)
 
 
 # ---- pretraining_pays.py ----
