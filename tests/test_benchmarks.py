@@ -23,6 +23,7 @@ from benchmarks import (
     optimus,
     padding,
     parallel,
+    small_files,
     train_step,
 )
 from data_utils.common.batch_fields import DOC, GRP, ORD, WEIGHTS
@@ -181,6 +182,7 @@ MISTAKES = {
         ["--laptop", "absent", "--work", "work"],
         "absent/tokenizer does not exist; run scripts/laptop.sh",
     ),
+    "small_files": (["--work", "work", "--objects", "0"], "--objects is 0; it must be at least 1"),
     "scaling_ladder": (["--widths", "32"], "--widths is 32; it must be at least 64"),
     "train_step": (["--repeats", "many"], "argument --repeats: invalid int value: 'many'"),
 }
@@ -209,6 +211,22 @@ def test_the_runs_of_loss_curves_are_accepted(tmp_path, name):
     config = load_config([ROOT / "configs" / file], overrides)
     require_validation(overrides, config)
     assert config.training.steps == loss_curves.STEPS and not config.data.validation
+
+
+def test_an_object_takes_four_requests_and_becomes_the_same_dataset_as_a_file(tmp_path):
+    """As benchmarks/README.md and docs/data.md say."""
+    file = tmp_path / "numbers.json"
+    sizes = ["--files", "200", "--objects", "11", "--workers", "2", "--json", file]
+    result = forked("benchmarks/small_files.py", "--work", tmp_path / "work", *sizes, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(file.read_text())
+    assert found["equal"] and set(found["builds"]) == {"files", "same_files", "objects"}
+    requests = {name: count for name, count in found["requests"].items() if name != "connections"}
+    assert requests == {"listings": 1, "HEAD": 3 * 11, "GET": 11}
+    assert all(row["cpu_seconds"] > 0 and row["peak_bytes"] > 1e7 for row in found["builds"].values())
+    # Bytes are compared: other text is another dataset.
+    builds = small_files.Builds(tmp_path / "work", 1)
+    assert builds.equal("objects", "same_files") and not builds.equal("objects", "files")
 
 
 def test_optimus_is_measured_against_its_stacks(tmp_path, capsys):
