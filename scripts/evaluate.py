@@ -33,7 +33,7 @@ from megatron_lite.checkpoint.resolve_path import resolve_models
 from megatron_lite.finetune.setup import is_export, located_settings
 
 # How a run reads a text, where its objectives or its positions leave that open.
-PAIR_SETTINGS = ("form", "mask", "bidirectional", "sequence_length")
+PAIR_SETTINGS = ("form", "mask", "sequence_length")
 
 if TYPE_CHECKING:
     from megatron_lite.finetune.checkpoints import CheckpointResult

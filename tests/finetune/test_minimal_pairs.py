@@ -18,7 +18,7 @@ from data_utils.common.errors import ConfigError, DataError
 from data_utils.tasks.readers.minimal_pairs import read_minimal_pairs
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.finetune import minimal_pairs
-from megatron_lite.finetune.harness import Harness
+from megatron_lite.finetune.harness import Harness, HarnessOptions
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.inference.filling import BlankFiller
 from megatron_lite.inference.open_run import load_run
@@ -301,6 +301,8 @@ def test_what_cannot_be_scored_is_refused_before_the_first_checkpoint(imported, 
         ),
         (["--checkpoint", gpt, "training.seed=3"], "settings of training are given, but the run"),
         (["--checkpoint", gpt, "task.stride=3"], "minimal pairs take only task.form, "),
+        (["--checkpoint", gpt, "task.bidirectional=false"], "minimal pairs take only task.form, "),
+        (["--checkpoint", gpt, "task.mask=gmask"], "the mask is gmask, but"),
         (["--checkpoint", gpt, "task.sequence_length=a"], "task.sequence_length"),
         (["--checkpoint", gpt, "task.sequence_length=8"], "but only 8 fit the model"),
     ):
@@ -323,6 +325,9 @@ def test_a_score_that_the_run_does_not_give_is_refused(tmp_path):
             minimal_pairs.measure(harness, [], score)
     with pytest.raises(DataError, match="1 to"):
         minimal_pairs.scored(masked, ["the " * 99], "words")
+    other = Harness(harness_run(tmp_path / "other", "blank_infilling"), HarnessOptions(mask="gmask"))
+    with pytest.raises(ConfigError, match=r"the mask is gmask, but the blanks of words are \[MASK\]"):
+        minimal_pairs.measure(other, [], "blanks")
 
 
 def test_a_glm_of_long_spans_alone_is_scored_left_to_right(tmp_path):
