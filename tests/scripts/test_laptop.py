@@ -14,7 +14,7 @@ import pytest
 from support.project import ROOT
 
 from data_utils.common.errors import ConfigError, DataError
-from data_utils.common.settings import parse_override
+from data_utils.common.settings import merge, parse_override
 from megatron_lite.config.tree import load_config
 from scripts.laptop import collect_text
 
@@ -224,7 +224,7 @@ def test_bad_arguments_of_the_script_are_refused(arguments, tmp_path):
 def test_bad_pairs_are_refused_before_the_training(tmp_path):
     write(tmp_path / "pairs/one.jsonl", '{"good": "a dog runs", "bad": "a dog run"}\n')
     result = laptop("--blimp", str(tmp_path / "pairs"), str(tmp_path / "laptop"))
-    assert result.returncode != 0 and "one.jsonl, line 1: sentence_good is None" in result.stderr
+    assert result.returncode != 0 and "one.jsonl, line 1: there is no field sentence_good" in result.stderr
     assert not (tmp_path / "laptop/corpus.jsonl").exists() and "2/8" not in result.stdout
 
 
@@ -242,11 +242,19 @@ def test_a_directory_keeps_the_options_of_its_text(tmp_path):
     assert sorted(path.name for path in directory.iterdir()) == [".laptop", "corpus.jsonl"]
 
 
+@pytest.mark.parametrize("script", ["laptop", "quickstart"])
 @pytest.mark.parametrize("path", ["plain", "John's files", "'", "a, b: {c}"])
-def test_paths_are_text_of_yaml(path):
-    command = 'source scripts/stages.sh; echo "data.train=[{prefix: $(yaml_text "$1")}]"'
+def test_paths_are_text_of_yaml(path, script):
+    command = (
+        "set -eu; source scripts/stages.sh; tokenizer=$1/t data=$1/d run=$1/r overrides=(); "
+        f'eval "$(sed -n "/^settings=(/,/^)/p" scripts/{script}.sh)"; printf "%s\\n" "${{settings[@]}}"'
+    )
     done = subprocess.run(["bash", "-c", command, "bash", path], cwd=ROOT, capture_output=True, text=True)
-    assert parse_override(done.stdout.strip()) == {"data": {"train": [{"prefix": path}]}}
+    tree = {}
+    for setting in done.stdout.splitlines():
+        tree = merge(tree, parse_override(setting))
+    assert tree["tokenizer"]["path"] == f"{path}/t" and tree["run"]["directory"] == f"{path}/r", done.stderr
+    assert tree["data"]["train"] == [{"prefix": f"{path}/d_train"}]
 
 
 @pytest.mark.slow
