@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 # isort: split
 from data_utils.common.errors import ArgumentParser, ConfigError, DataError, expanded_path, run_command
-from data_utils.common.files import require_named, require_writable, write_picture, write_whole
+from data_utils.common.files import require_named, require_writable, short_names, write_picture, write_whole
 from data_utils.common.setting_files import load_yaml, shown
 from data_utils.common.settings import build, merge, parse_override
 from data_utils.tasks.config import TaskConfig
@@ -230,21 +230,20 @@ def plot(path: Path, measured: Sequence[CheckpointResult]) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    lines: dict[str, list[tuple[int, float]]] = {}
+    lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
     metric = ""
     for one in measured:
-        run = (
-            Path(one.name).parent.parent.name
-            if Path(one.name).name.startswith("step_")
-            else Path(one.name).name
-        )
+        given = Path(one.name)
+        run = str(given.parent.parent if given.name.startswith("step_") else given)
         for file, found in one.files.items():
             if found.metrics:
                 metric = next(iter(found.metrics))
-                lines.setdefault(f"{run}, {Path(file).name}", []).append((one.step, found.metrics[metric]))
-    for label, points in lines.items():
+                lines.setdefault((run, file), []).append((one.step, found.metrics[metric]))
+    runs, files = short_names(run for run, _ in lines), short_names(file for _, file in lines)
+    for (run, file), points in lines.items():
         # A legend leaves out labels that begin with _.
-        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=f" {label}")
+        label = f" {runs[run]}, {files[file]}"
+        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
     if not lines:
         plt.close(figure)
         raise DataError(f"--plot {path}: no file has labels, so there is nothing to plot; remove it.")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from data_utils.common.errors import DataError, UserError
+from data_utils.common.files import short_names
 from data_utils.common.setting_files import MAX_BYTES, parse_yaml
 from data_utils.common.settings import build, to_tree
 from data_utils.common.untrusted import conform, parse_json, read_bounded
@@ -239,11 +239,8 @@ def read_minimal_pairs(path: Path) -> dict[str, PairScores]:
     label = path.stem.removeprefix("minimal_pairs").strip("_.-").replace("_", " ") or "minimal pairs"
     if len(measured) == 1:
         return dict(zip([label], measured.values(), strict=True))
-    names = Counter(Path(checkpoint).name for checkpoint in measured)
-    return {
-        f"{label}, {Path(checkpoint).name if names[Path(checkpoint).name] == 1 else checkpoint}": scores
-        for checkpoint, scores in measured.items()  # several with --every-step
-    }
+    names = short_names(measured)  # several with --every-step
+    return {f"{label}, {names[checkpoint]}": scores for checkpoint, scores in measured.items()}
 
 
 def flat(tree: Any, path: str = "") -> dict[str, str]:
