@@ -20,6 +20,15 @@ def check_at_least(options: argparse.Namespace, least: float, *names: str) -> No
                 raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}.")
 
 
+def check_once(options: argparse.Namespace, *names: str) -> None:
+    """Raise ConfigError where an option of `names` has a value twice."""
+    for name in names:
+        given = getattr(options, name)
+        twice = next((value for value in given if given.count(value) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"--{name} has {twice} twice; give it once.")
+
+
 def check_places(directory: str | Path | None = None, result: str | Path | None = None) -> None:
     """Raise ConfigError or DataError for a directory that is missing, or a file that cannot be written."""
     if directory is not None:

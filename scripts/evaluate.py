@@ -24,16 +24,16 @@ from typing import TYPE_CHECKING, Any
 
 # isort: split
 from data_utils.common.errors import ArgumentParser, ConfigError, DataError, expanded_path, run_command
-from data_utils.common.files import require_named, require_writable, write_picture, write_whole
+from data_utils.common.files import require_named, require_writable, short_names, write_picture, write_whole
 from data_utils.common.setting_files import load_yaml, shown
 from data_utils.common.settings import build, merge, parse_override
 from data_utils.tasks.config import TaskConfig
-from data_utils.tasks.readers.minimal_pairs import SCORES, read_minimal_pairs
+from data_utils.tasks.readers.minimal_pairs import SCORES, pair_files, read_minimal_pairs
 from megatron_lite.checkpoint.resolve_path import resolve_models
 from megatron_lite.finetune.setup import is_export, located_settings
 
 # How a run reads a text, where its objectives or its positions leave that open.
-PAIR_SETTINGS = ("form", "mask", "bidirectional", "sequence_length")
+PAIR_SETTINGS = ("form", "mask", "sequence_length")
 
 if TYPE_CHECKING:
     from megatron_lite.finetune.checkpoints import CheckpointResult
@@ -132,32 +132,34 @@ def main() -> None:
 def compare_pairs(arguments: argparse.Namespace, given: Sequence[Path], tree: Mapping[str, Any]) -> None:
     """Score the minimal pairs with every checkpoint."""
     settings = pair_settings(tree, [path for path in given if not is_export(path)])
+    files = {file.resolve() for file in pair_files(arguments.minimal_pairs)}
+    if arguments.json is not None and arguments.json.resolve() in files:
+        raise ConfigError(f"--json {arguments.json} is a file of the minimal pairs; choose another --json.")
     pairs = read_minimal_pairs(arguments.minimal_pairs, arguments.pairs)
     from megatron_lite.finetune import minimal_pairs
     from megatron_lite.finetune.checkpoints import opened, steps_of
     from megatron_lite.finetune.harness import Harness, HarnessOptions, make_template
-    from megatron_lite.inference.open_run import open_run
 
     options = HarnessOptions(**settings)
-    for path in given:
-        # Scores of the first run would be lost if the second cannot be scored. An export must be imported for it.
-        if not is_export(path):
-            run = open_run(path, arguments.tokenizer)
+    # Hours of scores would be spent before a later checkpoint is found that cannot be scored. One is checked anyway.
+    for path in given if len(given) > 1 else ():
+        with opened(path, arguments.tokenizer, tree) as run:
             run.require_one_transformer()
             template = make_template(run, options)
             minimal_pairs.check(template, pairs, arguments.score or minimal_pairs.usual_score(template))
     measured = {}
-    for path in given:
-        for checkpoint in steps_of(path) if arguments.every_step else [path]:
-            with opened(checkpoint, arguments.tokenizer, tree) as run:
-                harness = Harness(run.with_model(), options, size=arguments.batch)
-                score = arguments.score or minimal_pairs.usual_score(harness.template)
-                measured[str(checkpoint)] = minimal_pairs.measure(harness, pairs, score)
-            print(f"measured {checkpoint}", flush=True)
+    for checkpoint in dict.fromkeys(
+        checkpoint for path in given for checkpoint in (steps_of(path) if arguments.every_step else [path])
+    ):
+        with opened(checkpoint, arguments.tokenizer, tree) as run:
+            harness = Harness(run.with_model(), options, size=arguments.batch)
+            score = arguments.score or minimal_pairs.usual_score(harness.template)
+            measured[str(checkpoint)] = minimal_pairs.measure(harness, pairs, score)
+        print(f"measured {checkpoint}", flush=True)
+        if arguments.json is not None:  # now, so that an interruption loses one checkpoint alone
+            numbers = {name: scores.as_json() for name, scores in measured.items()}
+            write_whole(arguments.json, (json.dumps(numbers, indent=2) + "\n").encode(), "--json")
     print(minimal_pairs.table(measured))
-    if arguments.json is not None:
-        numbers = {name: scores.as_json() for name, scores in measured.items()}
-        write_whole(arguments.json, (json.dumps(numbers, indent=2) + "\n").encode(), "--json")
     if arguments.plot is not None:
         minimal_pairs.draw(arguments.plot, measured)
 
@@ -228,26 +230,27 @@ def plot(path: Path, measured: Sequence[CheckpointResult]) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    lines: dict[str, list[tuple[int, float]]] = {}
+    lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
     metric = ""
     for one in measured:
-        run = (
-            Path(one.name).parent.parent.name
-            if Path(one.name).name.startswith("step_")
-            else Path(one.name).name
-        )
+        given = Path(one.name)
+        run = str(given.parent.parent if given.name.startswith("step_") else given)
         for file, found in one.files.items():
             if found.metrics:
                 metric = next(iter(found.metrics))
-                lines.setdefault(f"{run}, {Path(file).name}", []).append((one.step, found.metrics[metric]))
-    for label, points in lines.items():
+                lines.setdefault((run, file), []).append((one.step, found.metrics[metric]))
+    runs, files = short_names(run for run, _ in lines), short_names(file for _, file in lines)
+    for (run, file), points in lines.items():
+        # A legend leaves out labels that begin with _.
+        label = f" {runs[run]}, {files[file]}"
         axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
     if not lines:
         plt.close(figure)
         raise DataError(f"--plot {path}: no file has labels, so there is nothing to plot; remove it.")
     axes.set_xlabel("step")
     axes.set_ylabel(metric)
-    axes.legend()
+    for text in axes.legend().get_texts():
+        text.set_parse_math(False)
     write_picture(path, figure, "--plot")
     plt.close(figure)
 

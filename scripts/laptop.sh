@@ -149,10 +149,10 @@ choose_processes
 
 stage 'environment' install
 settings=(
-    "tokenizer.path=$tokenizer"
+    "tokenizer.path=$(yaml_text "$tokenizer")"
     "data.train=[{prefix: $(yaml_text "${data}_train")}]"
     "data.validation=[{prefix: $(yaml_text "${data}_validation")}]"
-    "run.directory=$run"
+    "run.directory=$(yaml_text "$run")"
     "${overrides[@]}"
 )
 resolved=$("$python" pretrain_glm.py --config configs/laptop.yaml "${settings[@]}" --print-config)

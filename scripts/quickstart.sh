@@ -163,10 +163,10 @@ choose_processes
 
 stage 'environment' install
 settings=(
-    "tokenizer.path=$tokenizer"
+    "tokenizer.path=$(yaml_text "$tokenizer")"
     "data.train=[{prefix: $(yaml_text "${data}_train")}]"
     "data.validation=[{prefix: $(yaml_text "${data}_validation")}]"
-    "run.directory=$run"
+    "run.directory=$(yaml_text "$run")"
     training.eval_fillings=3 # for the page
     "${overrides[@]}"
 )

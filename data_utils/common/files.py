@@ -14,7 +14,8 @@ import io
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -25,6 +26,13 @@ if TYPE_CHECKING:  # it takes long to load, and only pictures need it
     from matplotlib.figure import Figure
 
 PICTURES = (".png", ".svg", ".pdf")  # endings of files that pictures are written to
+
+
+def short_names(paths: Iterable[str | Path]) -> dict[str, str]:
+    """The last name of each path, or the whole path where several have the same last name."""
+    names = {str(path): Path(path).name for path in paths}
+    counts = Counter(names.values())
+    return {path: name if counts[name] == 1 else path for path, name in names.items()}
 
 
 def require_directory(path: Path, remedy: str) -> None:

@@ -288,7 +288,9 @@ def make_template(run: OpenRun, options: HarnessOptions) -> Continuations:
         stride=options.stride or max(1, (longest - 1) // 2),
         bidirectional=options.bidirectional,
     )
-    input_format = choose_input_format(options.form, run.config.objective_choices)
+    input_format = choose_input_format(
+        options.form, run.config.objective_choices, run.config.model.decoder_layers > 0
+    )
     template = Continuations(
         Inputs(task, run.tokenizer, input_format, run.config.training.seed),
         score_end=options.score_end,

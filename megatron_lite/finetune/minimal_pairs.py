@@ -208,7 +208,8 @@ def draw(path: Path, measured: Mapping[str, Scores]) -> None:
         means = [mean(group) if group else (0.0, 0.0) for group in groups]
         places = [row + number * height for row in range(len(groups))]
         axes.barh(
-            places, [100 * one for one, _ in means], height, label=f"{label} ({scores.score})",
+            # A legend leaves out labels that begin with _.
+            places, [100 * one for one, _ in means], height, label=f" {label} ({scores.score})",
             xerr=[0.0 if math.isnan(error) else 100 * error for _, error in means],
         )  # fmt: skip
     # The published means are those of all paradigms: other benchmarks, and parts of this one, are not comparable.
@@ -219,10 +220,12 @@ def draw(path: Path, measured: Mapping[str, Scores]) -> None:
             model, (percent, len(names) + 0.95), rotation=30, fontsize=7, va="top", annotation_clip=False
         )
     axes.axvline(50, color="grey", linewidth=0.5)
-    axes.set_yticks([row + 0.4 - height / 2 for row in range(len(names) + 1)], [*names, "all"])
+    places = [row + 0.4 - height / 2 for row in range(len(names) + 1)]
+    axes.set_yticks(places, [*names, "all"], parse_math=False)
     axes.invert_yaxis()
     axes.set_xlim(0, 100)
     axes.set_xlabel("pairs whose acceptable sentence has the higher score, percent")
-    axes.legend(fontsize=7)
+    for text in axes.legend(fontsize=7).get_texts():
+        text.set_parse_math(False)
     write_picture(path, figure, "--plot")
     plt.close(figure)

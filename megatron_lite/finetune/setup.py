@@ -258,7 +258,7 @@ def make_renderer(config: Config, tokenizer: Tokenizer) -> Renderer:
     """The renderer of a configuration, checked."""
     task = config.task
     assert task is not None
-    input_format = choose_input_format(task.form, config.objective_choices)
+    input_format = choose_input_format(task.form, config.objective_choices, config.model.decoder_layers > 0)
     renderer = Renderer(task, tokenizer, input_format, config.training.seed, task_labels(task))
     renderer.check()
     return renderer

@@ -55,6 +55,8 @@ def pair_figure(run: RunReport) -> Iterator[Html]:
         for order, (label, scores) in enumerate(measured.items())
     ]
     note = "Percent of pairs whose acceptable sentence has the higher score; 50 is guessing. Black: standard errors."
+    if len(measured) < len(run.minimal_pairs):
+        note += f" The last {len(measured)} of {len(run.minimal_pairs)} measurements."
     if published:
         note += " Dashed: published means, " + ", ".join(f"{name} {mean}" for name, mean in published.items())
     yield element(

@@ -11,11 +11,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from data_utils.common.errors import DataError, UserError
+from data_utils.common.files import short_names
 from data_utils.common.setting_files import MAX_BYTES, parse_yaml
 from data_utils.common.settings import build, to_tree
 from data_utils.common.untrusted import conform, parse_json, read_bounded
@@ -37,8 +39,8 @@ _Figures = dict[str, float | int | None]
 class PairFigures(TypedDict):
     """Accuracy of some minimal pairs."""
 
-    accuracy: float
-    standard_error: float | None
+    accuracy: Annotated[float, Field(ge=0, le=1)]
+    standard_error: Annotated[float, Field(ge=0, le=1)] | None
 
 
 class PairScores(PairFigures):
@@ -109,9 +111,13 @@ def read_run(path: Path) -> RunReport:
     try:
         run.unigram = read_unigram(path)
         run.scores = read_scores(path)
-        run.minimal_pairs = read_minimal_pairs(path)
     except DataError as error:
         run.notes.append(str(error))
+    for file in sorted(path.glob(MINIMAL_PAIRS)):
+        try:
+            run.minimal_pairs |= read_minimal_pairs(file)
+        except DataError as error:
+            run.notes.append(str(error))
     return run
 
 
@@ -224,21 +230,17 @@ def read_scores(run: Path) -> dict[str, dict[str, float]]:
     return found
 
 
-def read_minimal_pairs(run: Path) -> dict[str, PairScores]:
-    """The results on minimal pairs in the run's directory, in the order of their names.
-
-    Raises: DataError for a damaged file.
-    """
-    found: dict[str, PairScores] = {}
-    for path in sorted(run.glob(MINIMAL_PAIRS)):
-        try:
-            measured = conform(parse_json(read_bounded(path, MAX_BYTES)), dict[str, PairScores])
-        except (ValueError, OSError) as error:
-            raise DataError(f"{path} {error}; recreate it, or remove it.") from None
-        label = path.stem.removeprefix("minimal_pairs").strip("_.-").replace("_", " ") or "minimal pairs"
-        for checkpoint, scores in measured.items():  # several with --every-step
-            found[label if len(measured) == 1 else f"{label}, {Path(checkpoint).name}"] = scores
-    return found
+def read_minimal_pairs(path: Path) -> dict[str, PairScores]:
+    """The results of a file on minimal pairs, by label. Raises: DataError for a damaged file."""
+    try:
+        measured = conform(parse_json(read_bounded(path, MAX_BYTES)), dict[str, PairScores])
+    except (ValueError, OSError) as error:
+        raise DataError(f"{path} {error}; recreate it, or remove it.") from None
+    label = path.stem.removeprefix("minimal_pairs").strip("_.-").replace("_", " ") or "minimal pairs"
+    if len(measured) == 1:
+        return dict(zip([label], measured.values(), strict=True))
+    names = short_names(measured)  # several with --every-step
+    return {f"{label}, {names[checkpoint]}": scores for checkpoint, scores in measured.items()}
 
 
 def flat(tree: Any, path: str = "") -> dict[str, str]:

@@ -32,6 +32,9 @@ from pathlib import Path
 
 from data_utils.common.errors import ArgumentParser, ConfigError, DataError, run_command
 from data_utils.common.files import require_writable, write_whole
+from data_utils.common.setting_files import shown
+from data_utils.corpus.json_records import UnusableRecord, parse_json_object
+from data_utils.tasks.readers.files import file_suffix, numbered_lines, utf8_text
 from scripts.quickstart.collect_corpus import english_paragraphs, is_english, unseen
 
 MIN_DOCUMENT_WORDS = 40
@@ -309,24 +312,32 @@ def package_documents(packages: Path) -> Iterator[tuple[str, list[str]]]:
 def own_documents(files: Sequence[Path]) -> Iterator[tuple[str, list[str]]]:
     """Documents of text files and of JSON lines with a field text; long texts are cut into several."""
     for path in files:
-        try:
-            text = path.read_text("utf-8-sig")  # a byte order mark is no text
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path} is not UTF-8 at byte {error.start}; convert it.") from None
-        texts = [text]
-        if path.suffix == ".jsonl":
-            try:
-                # At \n alone: other ends of lines, such as U+2028, may stand in the text of a record.
-                texts = [json.loads(line)["text"] for line in text.split("\n") if line.strip()]
-                is_text = all(isinstance(one, str) for one in texts)
-            except (ValueError, KeyError, TypeError):
-                is_text = False
-            if not is_text:
-                raise DataError(f"{path} must hold JSON objects with a field text, one a line.")
-        for one in texts:
+        for one in own_texts(path):
             # A book as one document would leave none for the validation and the test split.
             for document in cut(list(clean(re.split(r"\n\s*\n", one), technical=False))):
                 yield path.name, document
+
+
+def own_texts(path: Path) -> Iterator[str]:
+    """The texts of a file, compressed or not: the field text of each line of a .jsonl, else the whole file.
+
+    Raises: DataError with file and line.
+    """
+    is_json, lines = file_suffix(path) == ".jsonl", []
+    for number, line in numbered_lines(path):
+        try:
+            if not is_json:
+                lines.append(utf8_text(line))
+            elif line.strip():
+                text = parse_json_object(line).get("text")
+                if not isinstance(text, str):
+                    raise DataError(
+                        f"{path}, line {number}: text is {shown(text)}; each line needs a field text."
+                    )
+                yield text
+        except UnusableRecord as error:
+            raise DataError(f"{path}, line {number}: {error}; correct it.") from None
+    yield "\n".join(lines).replace("\r", "\n")
 
 
 def cut(paragraphs: Sequence[str]) -> Iterator[list[str]]:
@@ -371,6 +382,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise DataError(
             "no English text was found; see the warnings above, or give text of your own (--text FILE)."
         )
+    for path in args.text:
+        if path.name not in words and sum(words.values()) < args.max_words:
+            print(
+                f"warning: {path} is left out: it has no document of {MIN_DOCUMENT_WORDS} new words of English prose",
+                file=sys.stderr,
+            )
     lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
     write_whole(args.output, "".join(lines).encode(), "--output")
     for source, count in words.items():
@@ -386,7 +403,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--output", type=Path, required=True, help="file to write: JSON lines of text and source")
     add("--packages", type=Path, help="directory of the packages; they are fetched if missing")
-    text = "your text instead: .txt, or .jsonl with a field text"
+    text = "your text instead: .txt, or .jsonl with a field text, compressed or not"
     add("--text", type=Path, nargs="+", default=[], help=text)
     add("--max-words", type=int, default=10_000_000, help="stop at this many words (default: 10,000,000)")
     args = parser.parse_args(arguments)
@@ -397,6 +414,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     for path in args.text:
         if not path.is_file():
             raise ConfigError(f"--text {path} is not a file.")
+        if path.resolve() == args.output.resolve():
+            raise ConfigError(f"--output {args.output} is the file of --text; choose another --output.")
+    if args.packages is not None:
+        require_writable(args.packages / "file", "--packages")
     return args
 
 

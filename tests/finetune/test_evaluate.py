@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -164,3 +165,23 @@ def test_a_moved_tokenizer_is_named(run, tmp_path):
     shutil.copytree(run / "out/seed_1234/best", tmp_path / "best")
     found = evaluate(tmp_path / "best", {}, 4, run / "task/vocab.txt")
     assert torch.tensor(list(next(iter(found.files.values())).metrics.values())).isfinite().all()
+
+
+def test_a_plot_has_a_line_for_each_run_also_of_one_name(tmp_path, monkeypatch):
+    """The last names of runs are often equal, of files also; $ and a first _ are text."""
+    from matplotlib.axes import Axes
+
+    legends, legend = [], Axes.legend
+    monkeypatch.setattr(Axes, "legend", lambda *a, **k: legends.append(legend(*a, **k)) or legends[-1])
+
+    def result(name, step, *files):
+        found = {file: SimpleNamespace(metrics={"accuracy": 0.5}) for file in files}
+        return SimpleNamespace(name=name, step=step, files=found)
+
+    measured = [result(f"{run}/checkpoints/step_0000000{step}", step, "f") for run in "ab" for step in (1, 2)]
+    script.plot(tmp_path / "a.png", measured)
+    script.plot(tmp_path / "a.png", [result("a/run", 1, "f"), result("b/run", 1, "f")])
+    script.plot(tmp_path / "a.png", [result("_a$\\foo$", 1, "x/f", "y/f")])
+    labels = [[text.get_text().strip() for text in one.get_texts()] for one in legends]
+    assert labels == [["a, f", "b, f"], ["a/run, f", "b/run, f"], ["_a$\\foo$, x/f", "_a$\\foo$, y/f"]]
+    assert [len(line.get_xdata()) for line in legends[0].axes.get_lines()] == [2, 2]

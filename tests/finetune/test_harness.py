@@ -340,6 +340,12 @@ def test_settings_that_a_run_cannot_take(runs):
             HarnessOptions(sequence_length=33),
         ),
         "sequence_length is 7; it must be at least 8": ("causal", HarnessOptions(sequence_length=7)),
+        "task.form is causal, but the run's objective is t5": ("t5", HarnessOptions(form="causal")),
+        "the mask is gmask, but inputs of causal do not choose one": ("causal", HarnessOptions(mask="gmask")),
+        "read from left to right, but inputs of masked_lm do not choose that": (
+            "masked_lm",
+            HarnessOptions(bidirectional=False),
+        ),
     }
     for message, (objective, asking) in cases.items():
         with pytest.raises(ConfigError, match=message):

@@ -18,7 +18,7 @@ from data_utils.common.errors import ConfigError, DataError
 from data_utils.tasks.readers.minimal_pairs import read_minimal_pairs
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.finetune import minimal_pairs
-from megatron_lite.finetune.harness import Harness
+from megatron_lite.finetune.harness import Harness, HarnessOptions
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.inference.filling import BlankFiller
 from megatron_lite.inference.open_run import load_run
@@ -216,7 +216,12 @@ def test_equal_scores_count_as_wrong_but_one_sentence_twice_as_right():
     ("text", "message"),
     [
         ('{"sentence_good": "a", "sentence_bad": "a"}\n' * 2, "in all 2 pairs"),
-        ('\n{"sentence_good": "a"}\n', "line 2: sentence_bad is None"),
+        ('\n{"sentence_good": "a"}\n', r"line 2: there is no field sentence_bad \(fields: sentence_good\)"),
+        ('{"sentence_good": "a", "sentence_bad": null}\n', "line 1: sentence_bad is None"),
+        (
+            '{"sentence_good": "a", "sentence_bad": "b", "linguistics_term": "a\\nb"}\n',
+            r"linguistics_term is 'a\\nb'",
+        ),
         ('{"sentence_good": "a", "sentence_bad": "b", "UID": 3}\n', "line 1: UID is 3"),
         (
             '{"sentence_good": "a", "sentence_bad": "b", "UID": "p", "linguistics_term": "t"}\n'
@@ -257,6 +262,25 @@ def test_a_path_without_pairs_is_named_as_what_it_is(tmp_path):
             read_minimal_pairs(path)
     (tmp_path / "broken.jsonl").unlink()
     with pytest.raises(DataError, match=r"directory\.jsonl is not a file; minimal pairs are"):
+        read_minimal_pairs(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["pairs.csv", "pairs.TSV", "train.parquet", "pairs.txt.gz"])
+def test_files_of_another_format_are_named_as_such(tmp_path, name):
+    (tmp_path / name).write_bytes(b"PAR1\x15")
+    with pytest.raises(DataError, match=f"{name} is not a file of JSON lines by its name; write it as one"):
+        read_minimal_pairs(tmp_path / name)
+    with pytest.raises(DataError, match=r"has no \.jsonl file; .* write others as JSON lines"):
+        read_minimal_pairs(tmp_path)
+
+
+def test_a_file_that_is_there_twice_does_not_count_twice(tmp_path):
+    pair = b'{"sentence_good": "a", "sentence_bad": "b"}\n'
+    (tmp_path / "island.jsonl").write_bytes(pair)
+    (tmp_path / "island.jsonl.gz").write_bytes(gzip.compress(pair))
+    with pytest.raises(
+        DataError, match=r"has island\.jsonl and island\.jsonl\.gz, whose pairs would count twice"
+    ):
         read_minimal_pairs(tmp_path)
 
 
@@ -301,11 +325,48 @@ def test_what_cannot_be_scored_is_refused_before_the_first_checkpoint(imported, 
         ),
         (["--checkpoint", gpt, "training.seed=3"], "settings of training are given, but the run"),
         (["--checkpoint", gpt, "task.stride=3"], "minimal pairs take only task.form, "),
+        (["--checkpoint", gpt, "task.bidirectional=false"], "minimal pairs take only task.form, "),
+        (["--checkpoint", gpt, "task.mask=gmask"], "the mask is gmask, but"),
         (["--checkpoint", gpt, "task.sequence_length=a"], "task.sequence_length"),
         (["--checkpoint", gpt, "task.sequence_length=8"], "but only 8 fit the model"),
     ):
         done = forked("scripts/evaluate.py", *arguments, *pairs)
         assert done.returncode == 2 and message in done.stderr and "measured" not in done.stdout, done.stderr
+
+
+def test_each_checkpoint_is_scored_once_and_kept_when_a_later_one_fails(imported, tmp_path, monkeypatch):
+    original, run = imported("gpt2")
+    measure, calls = minimal_pairs.measure, []
+
+    def failing(harness, *arguments):
+        calls.append(1)
+        if len(calls) > 1:
+            raise DataError(f"no more of {harness.run.checkpoint.path}")
+        return measure(harness, *arguments)
+
+    monkeypatch.setattr(minimal_pairs, "measure", failing)
+    checkpoints = ["--checkpoint", run, "--checkpoint", run, "--checkpoint", original]
+    outputs = ["--pairs", 1, "--json", tmp_path / "result.json"]
+    pairs = write_pairs(tmp_path / "pairs")
+    done = forked("scripts/evaluate.py", *checkpoints, "--minimal-pairs", pairs, *outputs)
+    assert "no more of" in done.stderr and str(run) not in done.stderr and done.stdout == f"measured {run}\n"
+    assert list(json.loads((tmp_path / "result.json").read_text())) == [str(run)]
+
+
+def test_an_export_is_asked_before_anything_is_scored_too(imported, tmp_path):
+    checkpoints = ["--checkpoint", imported("gpt2")[1], "--checkpoint", imported("bert")[0]]
+    pairs = ["--minimal-pairs", write_pairs(tmp_path / "pairs"), "--score", "left-to-right"]
+    done = forked("scripts/evaluate.py", *checkpoints, *pairs)
+    assert done.returncode == 2 and "measured" not in done.stdout and "the score is left" in done.stderr
+
+
+def test_a_result_does_not_replace_the_pairs(imported, tmp_path):
+    pairs = write_pairs(tmp_path / "pairs")
+    given = ["--checkpoint", imported("gpt2")[1], "--minimal-pairs", pairs, "--json", pairs / "gap.jsonl"]
+    before = (pairs / "gap.jsonl").read_bytes()
+    done = forked("scripts/evaluate.py", *given)
+    assert done.returncode == 2 and "is a file of the minimal pairs" in done.stderr
+    assert (pairs / "gap.jsonl").read_bytes() == before
 
 
 def test_a_score_that_the_run_does_not_give_is_refused(tmp_path):
@@ -323,6 +384,9 @@ def test_a_score_that_the_run_does_not_give_is_refused(tmp_path):
             minimal_pairs.measure(harness, [], score)
     with pytest.raises(DataError, match="1 to"):
         minimal_pairs.scored(masked, ["the " * 99], "words")
+    other = Harness(harness_run(tmp_path / "other", "blank_infilling"), HarnessOptions(mask="gmask"))
+    with pytest.raises(ConfigError, match=r"the mask is gmask, but the blanks of words are \[MASK\]"):
+        minimal_pairs.measure(other, [], "blanks")
 
 
 def test_a_glm_of_long_spans_alone_is_scored_left_to_right(tmp_path):
@@ -343,6 +407,17 @@ def test_published_means_are_drawn_for_the_whole_benchmark_alone(tmp_path, monke
     found = [minimal_pairs.Paradigm(f"p{i}", "some", [True, False]) for i in range(paradigms)]
     minimal_pairs.draw(tmp_path / "a.png", {"run": minimal_pairs.Scores("words", found)})
     assert written == (list(minimal_pairs.PUBLISHED) if paradigms == 67 else [])
+
+
+def test_names_in_a_picture_are_text(tmp_path, monkeypatch):
+    """matplotlib reads $ as mathematics, and leaves labels that begin with _ out of a legend."""
+    from matplotlib.axes import Axes
+
+    legends, legend = [], Axes.legend
+    monkeypatch.setattr(Axes, "legend", lambda *a, **k: legends.append(legend(*a, **k)) or legends[-1])
+    found = [minimal_pairs.Paradigm("p", "a$\\foo$", [True, False])]
+    minimal_pairs.draw(tmp_path / "a.png", {"_run$\\foo$": minimal_pairs.Scores("words", found)})
+    assert [text.get_text().strip() for text in legends[0].get_texts()] == ["_run$\\foo$ (words)"]
 
 
 def test_the_first_pairs_of_each_paradigm(tmp_path):

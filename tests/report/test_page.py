@@ -326,8 +326,32 @@ def test_minimal_pairs_are_shown_beside_published_means_of_the_whole_benchmark(p
     assert "Minimal pairs" not in read(write_records(tmp_path / "other", [train(1)])).text
 
 
-@pytest.mark.parametrize("content", [b"{", b"[1]", b'{"run": {"accuracy": 0.5}}'])
-def test_damaged_minimal_pairs_are_a_note(content, tmp_path):
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"{",
+        b"[1]",
+        b'{"run": {"accuracy": 0.5}}',
+        json.dumps({"run": pair_scores(["p"], accuracy=62.5)}).encode(),  # percent
+    ],
+)
+def test_damaged_minimal_pairs_are_a_note_beside_the_others(content, tmp_path):
     run = write_records(tmp_path / "run", [train(1)])
+    (run / "scores.json").write_text("{")
     (run / "minimal_pairs.json").write_bytes(content)
-    assert "minimal_pairs.json" in read(run).text and "recreate it" in read(run).text
+    (run / "minimal_pairs_other.json").write_text(json.dumps({"run": pair_scores(["p"])}))
+    found = read(run).text
+    assert "minimal_pairs.json" in found and "recreate it" in found and "scores.json" in found
+    assert "other agreement 75.0" in found
+
+
+def test_every_measurement_of_minimal_pairs_is_shown_or_counted(tmp_path):
+    """Runs are often named run, and more measurements than there are colours are not drawn."""
+    run = write_records(tmp_path / "run", [train(1)])
+    path = run / "minimal_pairs.json"
+    path.write_text(json.dumps({f"{name}/run": pair_scores(["p"]) for name in ("a", "b")}))
+    assert "minimal pairs, a/run minimal pairs, b/run agreement" in read(run).text
+    assert "measurements" not in read(run).text
+    path.write_text(json.dumps({f"run/step_{number}": pair_scores(["p"]) for number in range(12)}))
+    found = read(run).text
+    assert "minimal pairs, step_11 agreement" in found and "The last 8 of 12 measurements." in found

@@ -14,7 +14,7 @@ import pytest
 from support.project import ROOT
 
 from data_utils.common.errors import ConfigError, DataError
-from data_utils.common.settings import parse_override
+from data_utils.common.settings import merge, parse_override
 from megatron_lite.config.tree import load_config
 from scripts.laptop import collect_text
 
@@ -182,18 +182,40 @@ def test_bad_arguments_are_refused(tmp_path):
     output = ["--output", str(tmp_path / "c.jsonl")]
     write(tmp_path / "bad.jsonl", "[1]\n")
     write(tmp_path / "empty.txt", "x")
+    write(tmp_path / "surrogate.jsonl", json.dumps({"text": "\ud800"}))
+    write(tmp_path / "c.jsonl", "{}")
     for arguments, error, words in (
         ([], ConfigError, "one of them"),
         (["--text", "missing.txt"], ConfigError, "is not a file"),
         (["--text", str(tmp_path / "empty.txt"), "--max-words", "0"], ConfigError, "at least 1"),
-        (["--text", str(tmp_path / "bad.jsonl")], DataError, "field text"),
-        (["--text", str(tmp_path / "number.jsonl")], DataError, "field text"),
-        (["--text", str(tmp_path / "latin.txt")], DataError, "latin.txt is not UTF-8 at byte 3; convert it"),
+        (["--text", str(tmp_path / "bad.jsonl")], DataError, "bad.jsonl, line 1: the line holds an array"),
+        (["--text", str(tmp_path / "number.jsonl")], DataError, "number.jsonl, line 1: text is 1; each line"),
+        (
+            ["--text", str(tmp_path / "surrogate.jsonl")],
+            DataError,
+            "surrogate.jsonl, line 1: half of a surrogate",
+        ),
+        (["--text", str(tmp_path / "latin.txt")], DataError, "latin.txt, line 1: invalid UTF-8: byte 0xe9"),
+        (["--text", str(tmp_path / "c.jsonl")], ConfigError, "--output .*c.jsonl is the file of --text"),
+        (["--packages", str(tmp_path / "empty.txt")], DataError, "--packages .* is not a writable directory"),
         (["--text", str(tmp_path / "empty.txt")], DataError, "no English text"),
     ):
         with pytest.raises(error, match=words):
             collect_text.main([*arguments, *output])
-    assert not (tmp_path / "c.jsonl").exists()
+    assert (tmp_path / "c.jsonl").read_text() == "{}"
+
+
+def test_own_text_may_be_compressed_and_files_without_prose_are_named(tmp_path, capsys):
+    (tmp_path / "A.JSONL.GZ").write_bytes(gzip.compress(json.dumps({"text": prose(1)}).encode()))
+    write(tmp_path / "crlf.txt", f"{prose(2)}\r\n\r\n{prose(3)}\r\n".encode())
+    write(tmp_path / "code.txt", "x = 1; y = 2")
+    texts = [str(tmp_path / name) for name in ("A.JSONL.GZ", "crlf.txt", "code.txt")]
+    collect_text.main(["--text", *texts, "--output", str(tmp_path / "c.jsonl")])
+    found = [json.loads(line)["text"] for line in (tmp_path / "c.jsonl").read_text().splitlines()]
+    assert found == [prose(1), f"{prose(2)}\n\n{prose(3)}"]
+    assert capsys.readouterr().err.count("warning:") == 1
+    collect_text.main(["--text", *texts, "--output", str(tmp_path / "d.jsonl"), "--max-words", "5"])
+    assert "code.txt" not in capsys.readouterr().err  # it was not read
 
 
 def test_the_schedule_of_the_recipe_ends_with_the_run():
@@ -224,7 +246,7 @@ def test_bad_arguments_of_the_script_are_refused(arguments, tmp_path):
 def test_bad_pairs_are_refused_before_the_training(tmp_path):
     write(tmp_path / "pairs/one.jsonl", '{"good": "a dog runs", "bad": "a dog run"}\n')
     result = laptop("--blimp", str(tmp_path / "pairs"), str(tmp_path / "laptop"))
-    assert result.returncode != 0 and "one.jsonl, line 1: sentence_good is None" in result.stderr
+    assert result.returncode != 0 and "one.jsonl, line 1: there is no field sentence_good" in result.stderr
     assert not (tmp_path / "laptop/corpus.jsonl").exists() and "2/8" not in result.stdout
 
 
@@ -242,11 +264,19 @@ def test_a_directory_keeps_the_options_of_its_text(tmp_path):
     assert sorted(path.name for path in directory.iterdir()) == [".laptop", "corpus.jsonl"]
 
 
+@pytest.mark.parametrize("script", ["laptop", "quickstart"])
 @pytest.mark.parametrize("path", ["plain", "John's files", "'", "a, b: {c}"])
-def test_paths_are_text_of_yaml(path):
-    command = 'source scripts/stages.sh; echo "data.train=[{prefix: $(yaml_text "$1")}]"'
+def test_paths_are_text_of_yaml(path, script):
+    command = (
+        "set -eu; source scripts/stages.sh; tokenizer=$1/t data=$1/d run=$1/r overrides=(); "
+        f'eval "$(sed -n "/^settings=(/,/^)/p" scripts/{script}.sh)"; printf "%s\\n" "${{settings[@]}}"'
+    )
     done = subprocess.run(["bash", "-c", command, "bash", path], cwd=ROOT, capture_output=True, text=True)
-    assert parse_override(done.stdout.strip()) == {"data": {"train": [{"prefix": path}]}}
+    tree = {}
+    for setting in done.stdout.splitlines():
+        tree = merge(tree, parse_override(setting))
+    assert tree["tokenizer"]["path"] == f"{path}/t" and tree["run"]["directory"] == f"{path}/r", done.stderr
+    assert tree["data"]["train"] == [{"prefix": f"{path}/d_train"}]
 
 
 @pytest.mark.slow

@@ -53,6 +53,16 @@ def test_several_objectives_need_one_form():
     assert choose_input_format("unilmv2", [choice("masked_lm")]) == InputFormat("unilmv2", "unilmv2")
 
 
+@pytest.mark.parametrize("setting", ["causal", "bert", "unilmv2"])
+def test_an_encoder_with_decoder_takes_formats_with_a_target_alone(setting):
+    """Elsewhere predicted tokens would be the encoder's, which has no head."""
+    with pytest.raises(
+        ConfigError, match=f"task.form is {setting}, but the run's objective is t5; set it to auto"
+    ):
+        choose_input_format(setting, [choice("t5")], has_decoder=True)
+    assert choose_input_format("prefix", [choice("t5")], has_decoder=True).name == "prefix"
+
+
 @pytest.mark.parametrize("name", FORMAT_OF_OBJECTIVE)
 @pytest.mark.parametrize("kind", ["cloze", "classification", "seq2seq"])
 def test_segments_match_the_objective(name, kind):

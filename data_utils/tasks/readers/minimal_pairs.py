@@ -8,11 +8,12 @@ like the others.
 
 from __future__ import annotations
 
+import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 
 from data_utils.common.errors import DataError
-from data_utils.common.setting_files import shown
+from data_utils.common.setting_files import shorten, shown
 from data_utils.corpus.json_records import UnusableRecord, parse_json_object
 from data_utils.corpus.stored_files import compression_suffix
 from data_utils.tasks.readers.files import file_suffix, numbered_lines
@@ -24,6 +25,10 @@ BLIMP_PARADIGMS = 67
 
 # Scores of a sentence, see megatron_lite/finetune/minimal_pairs.py.
 SCORES = ("left-to-right", "words", "tokens", "blanks")
+
+
+_OTHER_FORMATS = (".csv", ".tsv", ".parquet", ".arrow", ".txt")
+_CONVERSION = "pandas: read_csv or read_parquet, then to_json(FILE, orient='records', lines=True)"
 
 
 @dataclass(frozen=True)
@@ -44,20 +49,42 @@ def read_minimal_pairs(path: Path, most: int | None = None) -> list[MinimalPair]
     Args: most: pairs of each paradigm, the first ones; None = all.
     Raises: DataError with file and line for a pair that cannot be compared.
     """
-    if path.is_dir():
-        # Hidden files are not the benchmark's: macOS writes ._NAME.jsonl beside NAME.jsonl.
-        files = sorted(
-            file for file in path.iterdir() if file_suffix(file) == ".jsonl" and not file.name.startswith(".")
-        )
-        if not files:
-            raise DataError(f"{path} has no .jsonl file; name the directory of the benchmark's files.")
-    else:
-        files = [path]
     paradigms: dict[str, list[MinimalPair]] = {}
-    pairs = [pair for file in files for pair in _read_file(file, paradigms)]
+    pairs = [pair for file in pair_files(path) for pair in _read_file(file, paradigms)]
     if most is None:
         return pairs
     return [pair for paradigm in paradigms.values() for pair in paradigm[:most]]
+
+
+def pair_files(path: Path) -> list[Path]:
+    """The files that `read_minimal_pairs` reads. Raises: DataError for a directory without, or with one twice."""
+    if not path.is_dir():
+        return [path]
+    # Hidden files are not the benchmark's: macOS writes ._NAME.jsonl beside NAME.jsonl.
+    files = sorted(
+        file for file in path.iterdir() if file_suffix(file) == ".jsonl" and not file.name.startswith(".")
+    )
+    if not files:
+        raise DataError(
+            f"{path} has no .jsonl file; name the directory of the benchmark's files, and write others as JSON lines "
+            f"({_CONVERSION})."
+        )
+    first: dict[str, Path] = {}
+    for file in files:
+        if first.setdefault(_name(file), file) != file:
+            raise DataError(
+                f"{path} has {first[_name(file)].name} and {file.name}, whose pairs would count twice; keep one."
+            )
+    return files
+
+
+def _is_control(sign: str) -> bool:
+    return unicodedata.category(sign) == "Cc"
+
+
+def _name(path: Path) -> str:
+    """The name of a file without its endings."""
+    return Path(path.name[: len(path.name) - len(compression_suffix(path))]).stem
 
 
 def _read_file(path: Path, paradigms: dict[str, list[MinimalPair]]) -> list[MinimalPair]:
@@ -67,7 +94,11 @@ def _read_file(path: Path, paradigms: dict[str, list[MinimalPair]]) -> list[Mini
         raise DataError(
             f"{path} {reason}; minimal pairs are a file of JSON lines or a directory of such files."
         )
-    file_name = Path(path.name[: len(path.name) - len(compression_suffix(path))]).stem
+    if file_suffix(path) in _OTHER_FORMATS:
+        raise DataError(
+            f"{path} is not a file of JSON lines by its name; write it as one ({_CONVERSION}), with the fields "
+            "sentence_good and sentence_bad."
+        )
     pairs = []
     for number, line in numbered_lines(path):
         if not line.strip():
@@ -77,18 +108,27 @@ def _read_file(path: Path, paradigms: dict[str, list[MinimalPair]]) -> list[Mini
         except UnusableRecord as error:
             raise DataError(f"{path}, line {number}: {error}; correct the line.") from None
         for name in ("sentence_good", "sentence_bad"):
-            text = tree.get(name)
+            if name not in tree:
+                raise DataError(
+                    f"{path}, line {number}: there is no field {name} (fields: {shorten(', '.join(tree)) or 'none'}); "
+                    "each line needs the texts sentence_good and sentence_bad: rename the fields."
+                )
+            text = tree[name]
             if not isinstance(text, str) or not text.strip():
                 raise DataError(
                     f"{path}, line {number}: {name} is {shown(text)}; each line needs the texts sentence_good and "
                     "sentence_bad."
                 )
         # null is as good as nothing: tables that are written as JSON have it where a name is missing.
-        names = {"UID": tree.get("UID") or file_name, "linguistics_term": tree.get("linguistics_term") or ""}
+        names = {
+            "UID": tree.get("UID") or _name(path),
+            "linguistics_term": tree.get("linguistics_term") or "",
+        }
         for name, value in names.items():
-            if not isinstance(value, str):
+            if not isinstance(value, str) or any(map(_is_control, value)):
                 raise DataError(
-                    f"{path}, line {number}: {name} is {shown(value)}; it is a name: write text, or leave it out."
+                    f"{path}, line {number}: {name} is {shown(value)}; it is a name: write text of one line, or leave "
+                    "it out."
                 )
         pair = MinimalPair(
             names["UID"], names["linguistics_term"], tree["sentence_good"], tree["sentence_bad"]

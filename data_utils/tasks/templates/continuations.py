@@ -113,6 +113,17 @@ class Continuations:
                 f"allow_masks is set, but inputs of {self.inputs.input_format.objective} have no blanks; use a run of "
                 "blank_infilling or masked_lm, or remove allow_masks."
             )
+        config, objective = self.inputs.config, self.inputs.input_format.objective
+        if config.mask != "auto" and self.format_name != "glm":
+            raise ConfigError(
+                f"the mask is {config.mask}, but inputs of {objective} do not choose one; use a run of "
+                "blank_infilling, or leave it out."
+            )
+        if not config.bidirectional and self.format_name != "glm":
+            raise ConfigError(
+                f"a context is to be read from left to right, but inputs of {objective} do not choose that; use a run "
+                "of blank_infilling, or leave it out."
+            )
         if self.no_start and self.format_name != "causal":
             raise ConfigError(
                 f"no_start is set, but inputs of {self.inputs.input_format.objective} need their start token; use a "
@@ -309,6 +320,11 @@ class Continuations:
             raise ConfigError(
                 f"the score is {score}, but a run of {self.inputs.input_format.objective} "
                 f"gives {' or '.join(scores)}; choose that."
+            )
+        if score == "blanks" and self.inputs.config.mask not in ("auto", "mask"):
+            raise ConfigError(
+                f"the mask is {self.inputs.config.mask}, but the blanks of words are [MASK]; leave it out, or score "
+                "left-to-right."
             )
         if score in ("words", "blanks") and self._vocabulary.word_start is None:
             raise ConfigError(f"{self._vocabulary.words_unknown}; score by tokens, or left-to-right.")

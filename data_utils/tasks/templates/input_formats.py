@@ -72,9 +72,12 @@ class InputFormat:
         return OBJECTIVES[self.objective].losses[number].number
 
 
-def choose_input_format(setting: str, choices: Sequence[ObjectiveChoice]) -> InputFormat:
+def choose_input_format(
+    setting: str, choices: Sequence[ObjectiveChoice], has_decoder: bool = False
+) -> InputFormat:
     """The input format that `task.form` and the run's objectives give.
 
+    Args: has_decoder: the model has an encoder and a decoder, whose formats have a target.
     Raises: ConfigError where the objectives have several formats, or none has the one that is asked for.
     """
     formats = {choice.name: _format_of_objective(choice) for choice in choices}
@@ -90,7 +93,9 @@ def choose_input_format(setting: str, choices: Sequence[ObjectiveChoice]) -> Inp
         if input_format.name == setting:
             return input_format
     objectives = _objectives_with(setting)
-    if setting in _NEED_THEIR_MODEL:
+    if setting in _NEED_THEIR_MODEL or (
+        has_decoder and not OBJECTIVES[objectives[0]].config_class().has_target
+    ):
         raise ConfigError(
             f"task.form is {setting}, but the run's objective is {', '.join(formats)}; set it to auto, or use a run "
             f"of {' or '.join(objectives)}."
