@@ -28,6 +28,7 @@ from data_utils.common.errors import (
     ArgumentParser,
     ConfigError,
     expanded_path,
+    printable,
     run_command,
 )
 from data_utils.corpus.documents import BAD_RECORD_POLICIES, DEFAULT_MAX_BAD_RECORDS, TEXT_SPLITS
@@ -128,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     for name, rule in report["rules"].items():
         print(f"  {name}: {rule['documents']:,} documents {'removed' if rule['removed'] else 'reported'}")
-    print("".join(f"  {line}\n" for line in left_out(report)), end="")
+    print("".join(f"  {printable(line)}\n" for line in left_out(report)), end="")
     print(f"report: {args.output / 'report.html'}")
     return 0
 

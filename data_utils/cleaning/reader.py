@@ -18,7 +18,7 @@ from datatrove.pipeline.base import PipelineStep
 
 from data_utils.cleaning.counts import CountFile
 from data_utils.common.errors import DataError
-from data_utils.common.setting_files import one_line, shorten
+from data_utils.common.setting_files import listed, one_line
 from data_utils.corpus.column_files import open_arrow, open_parquet, table_errors
 from data_utils.corpus.documents import (
     FileRange,
@@ -194,10 +194,9 @@ def _table_rows(path: InputFile, names: Sequence[str]) -> Iterator[dict[str, Any
                 rows = batch.to_pylist()
             # Text that is not UTF-8, times in nanoseconds, dates that Python does not have.
             except (ValueError, OverflowError) as error:
-                listed = shorten(", ".join(batch.schema.names), 200)
                 raise DataError(
-                    f"{path}: a value of {listed}, which the recipe names, cannot be read ({one_line(error, 200)}); "
-                    "write the column as text in UTF-8, or leave it out of the recipe."
+                    f"{path}: a value of {listed(batch.schema.names)}, which the recipe names, cannot be read "
+                    f"({one_line(error, 200)}); write the column as text in UTF-8, or leave it out of the recipe."
                 ) from None
             for row in rows:
                 yield {name: _as_json(value) for name, value in _values(row, names).items()}
@@ -248,6 +247,6 @@ def _columns(path: InputFile, present: Sequence[str], names: Sequence[str]) -> l
     for name, column in columns.items():
         if column not in present:
             raise DataError(
-                f"{path}: there is no column {name!r}, which the recipe names; the columns are {', '.join(present)}."
+                f"{path}: there is no column {name!r}, which the recipe names; the columns are {listed(present, 400)}."
             )
     return list(dict.fromkeys(columns.values()))
