@@ -16,8 +16,9 @@ if __name__ == "__main__":
 import argparse
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from data_utils.cleaning.recipe import read_recipe
 from data_utils.cleaning.run import CleaningConfig, clean_corpus, require_datatrove
@@ -27,6 +28,7 @@ from data_utils.common.errors import (
     ArgumentParser,
     ConfigError,
     expanded_path,
+    printable,
     run_command,
 )
 from data_utils.corpus.documents import BAD_RECORD_POLICIES, DEFAULT_MAX_BAD_RECORDS, TEXT_SPLITS
@@ -127,8 +129,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     for name, rule in report["rules"].items():
         print(f"  {name}: {rule['documents']:,} documents {'removed' if rule['removed'] else 'reported'}")
+    print("".join(f"  {printable(line)}\n" for line in left_out(report)), end="")
     print(f"report: {args.output / 'report.html'}")
     return 0
+
+
+def left_out(report: Mapping[str, Any]) -> Iterator[str]:
+    """What the readers left out of the input and of the texts beside it, as the summary of a build has it."""
+    records = report["records"]
+    if records["empty_documents"] or records["blank_lines"]:
+        yield f"skipped: {records['empty_documents']:,} empty documents, {records['blank_lines']:,} blank lines"
+    for kind, count in records["bad"].items():
+        yield f"skipped: {count:,} bad records ({kind})"
+    for example in records.get("examples", ()):  # of a run that an earlier version ended
+        yield f"  {example['at']}: {example['problem']}"
+    evaluation = report.get("evaluation", {})
+    if short := evaluation.get("texts_too_short"):
+        yield (
+            f"{short:,} of {evaluation['texts']:,} evaluation texts have fewer than {evaluation['words']} words and "
+            "are not searched for"
+        )
+    for name, texts in (("evaluation", evaluation), ("held-out", report.get("held_out", {}))):
+        for kind, count in texts.get("bad", {}).items():
+            yield f"skipped: {count:,} bad records of the {name} texts ({kind})"
 
 
 def command() -> None:

@@ -31,6 +31,7 @@ from data_utils.common.errors import (
     ExitStatus,
     UserError,
     expanded_path,
+    printable,
     run_command,
 )
 from data_utils.common.urls import without_secrets
@@ -199,7 +200,7 @@ def make_dataset(arguments: argparse.Namespace, ranks: Ranks) -> None:
     vocabulary_once = cache(lambda: vocabulary_of(load_tokenizer(tokenizer)))
     report = build_corpus(make_config(arguments), make_tokenizer, ranks, vocabulary_once)
     if ranks.rank == 0:
-        print("\n".join(report.lines()))
+        print("\n".join(map(printable, report.lines())))
         text = np.array(IndexedDataset(next(iter(report.documents))).tokens[:_TOKENS_READ])
         vocabulary, whose = vocabulary_once(), f"the first {len(text):,}"
         for line in word_shares(text, vocabulary, whose):
@@ -235,7 +236,7 @@ def main_of_rank(arguments: argparse.Namespace) -> int:
         make_dataset(arguments, Ranks(MPI.COMM_WORLD))
     except UserError as error:
         if MPI.COMM_WORLD.Get_rank() == 0:
-            print(f"error: {without_secrets(str(error))}", file=sys.stderr)
+            print(f"error: {printable(without_secrets(str(error)))}", file=sys.stderr)
         return ExitStatus.USER_ERROR
     except KeyboardInterrupt:
         print(INTERRUPTED, file=sys.stderr)

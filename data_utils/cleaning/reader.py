@@ -18,6 +18,7 @@ from datatrove.pipeline.base import PipelineStep
 
 from data_utils.cleaning.counts import CountFile
 from data_utils.common.errors import DataError
+from data_utils.common.setting_files import listed, one_line
 from data_utils.corpus.column_files import open_arrow, open_parquet, table_errors
 from data_utils.corpus.documents import (
     FileRange,
@@ -189,7 +190,15 @@ def _table_rows(path: InputFile, names: Sequence[str]) -> Iterator[dict[str, Any
         return
     with table_errors(path):
         for batch in _batches(path, names):
-            for row in batch.to_pylist():
+            try:
+                rows = batch.to_pylist()
+            # Text that is not UTF-8, times in nanoseconds, dates that Python does not have.
+            except (ValueError, OverflowError) as error:
+                raise DataError(
+                    f"{path}: a value of {listed(batch.schema.names)}, which the recipe names, cannot be read "
+                    f"({one_line(error, 200)}); write the column as text in UTF-8, or leave it out of the recipe."
+                ) from None
+            for row in rows:
                 yield {name: _as_json(value) for name, value in _values(row, names).items()}
 
 
@@ -199,6 +208,8 @@ def _as_json(value: Any) -> Any:
         return {str(key): _as_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_as_json(item) for item in value]
+    if isinstance(value, bytes):  # text that its writer did not call text, as in the column of the text
+        return value.decode("utf-8", "replace")
     return value if value is None or isinstance(value, (str, int, float, bool)) else str(value)
 
 
@@ -225,7 +236,9 @@ def _batches(path: InputFile, names: Sequence[str]) -> Iterator[Any]:
     with open_arrow(path) as (schema, batches):
         columns = _columns(path, schema.names, names)
         for batch, _ in batches:
-            yield batch.select(columns)
+            selected = batch.select(columns)
+            selected.validate(full=True)  # Arrow believes offsets, and damaged ones would end the process
+            yield selected
 
 
 def _columns(path: InputFile, present: Sequence[str], names: Sequence[str]) -> list[str]:
@@ -234,6 +247,6 @@ def _columns(path: InputFile, present: Sequence[str], names: Sequence[str]) -> l
     for name, column in columns.items():
         if column not in present:
             raise DataError(
-                f"{path}: there is no column {name!r}, which the recipe names; the columns are {', '.join(present)}."
+                f"{path}: there is no column {name!r}, which the recipe names; the columns are {listed(present, 400)}."
             )
     return list(dict.fromkeys(columns.values()))

@@ -369,6 +369,7 @@ def _run_stages(
                 _remove(work)
         raise
     facts = {key: value for key, value in report.items() if key != "rules"}
+    facts["records"] = {key: value for key, value in report["records"].items() if key != "examples"}
     facts["rules"] = {
         name: {key: rule[key] for key in ("documents", "bytes", "removed")}
         for name, rule in report["rules"].items()
@@ -437,6 +438,10 @@ def _report(
             "bad": dict(sorted(records.bad.items())),
             "empty_documents": records.empty_documents,
             "blank_lines": records.blank_lines,
+            "examples": [
+                {"at": _location(asdict(example), read["lines"]), "problem": example.problem}
+                for example in records.examples
+            ],
         },
         "rules": rules,
     }

@@ -140,6 +140,11 @@ def local_path(text: str, name: str = "path") -> str:
     return expanded_path(text, name)
 
 
+def printable(text: str) -> str:
+    """Text as one line that a terminal shows and does not obey: newlines and control characters are escaped."""
+    return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
+
+
 def run_command(
     main: Callable[[], int | None],
     quiet: bool = False,
@@ -164,7 +169,7 @@ def run_command(
             message = without_secrets(str(error))
             if len(message) > MESSAGE_LENGTH:  # for values that were not shortened before
                 message = f"{message[: MESSAGE_LENGTH // 2]} ... {message[-MESSAGE_LENGTH // 2 :]}"
-            print(f"error: {message}", file=sys.stderr, flush=True)
+            print(f"error: {printable(message)}", file=sys.stderr, flush=True)
         status = error.status
     except KeyboardInterrupt:
         status = _interrupted()

@@ -8,13 +8,13 @@ import os
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from data_utils.common.errors import ConfigError
+from data_utils.common.errors import ConfigError, printable
 
 # Far beyond what a configuration needs; a larger one is a mistake and could take all memory.
 MAX_BYTES = 1 << 20
@@ -312,8 +312,12 @@ def shorten(text: str, length: int = SHOWN_LENGTH) -> str:
 
 def one_line(error: BaseException | str, length: int = 300) -> str:
     """A library's message in one line of bounded length, its kind if it has none; foreign names in it are escaped."""
-    text = shorten(" ".join(str(error).split()) or type(error).__name__, length)
-    return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
+    return printable(shorten(" ".join(str(error).split()) or type(error).__name__, length))
+
+
+def listed(names: Iterable[str], length: int = 200) -> str:
+    """Names of fields or columns as messages list them; quotes show spaces at their ends."""
+    return shorten(", ".join(name if name == name.strip() else repr(name) for name in names), length)
 
 
 def shown(value: Any) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_utils.common.errors import DataError
-from data_utils.common.setting_files import one_line, shorten
+from data_utils.common.setting_files import listed, one_line, shorten
 from data_utils.corpus.json_records import UnusableRecord
 from data_utils.corpus.stored_files import (
     InputFile,
@@ -186,7 +186,7 @@ def _column_and_fields(path: InputFile, schema: pyarrow.Schema, text_key: str) -
     if data_type is None:
         raise DataError(
             f"{path}: there is no column {text_key!r}; set --text-key to one of "
-            f"{shorten(', '.join(_columns(schema)), 400)}."
+            f"{listed(_columns(schema), 400)}."
         )
     if not _is_text(data_type) and not _is_bytes(data_type):
         is_struct = pyarrow.types.is_struct(data_type)

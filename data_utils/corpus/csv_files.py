@@ -10,7 +10,7 @@ import csv
 from collections.abc import Iterator
 
 from data_utils.common.errors import DataError
-from data_utils.common.setting_files import one_line, shorten
+from data_utils.common.setting_files import listed, one_line, shorten
 from data_utils.corpus.json_records import UTF8_BOM, UnusableRecord
 from data_utils.corpus.stored_files import InputFile, refuse_other_content
 
@@ -90,16 +90,19 @@ def _column(path: InputFile, names: list[str], delimiter: str, text_key: str) ->
         raise DataError(
             f"{path}: {names.count(text_key)} columns have the name {text_key!r}; rename all but one."
         )
-    listed = shorten(", ".join(name if name == name.strip() else repr(name) for name in names[:20]), 200)
+    if any("\0" in name for name in names):
+        raise DataError(
+            f"{path}: the column names have NUL bytes: UTF-16 without a byte order mark (iconv -f UTF-16LE -t UTF-8)."
+        )
     # One column whose name has a delimiter in it: the file is separated by that one.
     if len(names) == 1 and any(sign in names[0] for sign in (";", "\t", "|", ",")):
         raise DataError(
             f"{path}: a file with this suffix has fields separated by {_NAMES[delimiter]}, but the first row is "
-            f"{listed!r}; convert the file or rename it (.csv: commas, .tsv: tabs)."
+            f"{shorten(names[0])!r}; convert the file or rename it (.csv: commas, .tsv: tabs)."
         )
     raise DataError(
-        f"{path}: there is no column {text_key!r}; set --text-key to one of {listed} (the first row must hold the "
-        "column names)."
+        f"{path}: there is no column {text_key!r}; set --text-key to one of {listed(names[:20])} (the first row must "
+        "hold the column names)."
     )
 
 

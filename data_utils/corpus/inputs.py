@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from data_utils.common.errors import DataError, UserError
+from data_utils.common.errors import DataError, UserError, printable
 from data_utils.common.setting_files import shorten
 from data_utils.common.urls import is_url, without_secrets
 from data_utils.corpus.column_files import is_saved_dataset, saved_dataset_files
@@ -111,7 +111,7 @@ class _Inputs:
             ("bookkeeping", "are skipped, because names that begin with _ or . are not data files"),
         ):
             if names := list(self._warned[reason]):
-                log.warning(f"{len(names)} inputs {words}: {shorten(', '.join(names), 600)}")
+                log.warning(f"{len(names)} inputs {words}: {printable(shorten(', '.join(names), 600))}")
         if not self._files:
             raise DataError("the inputs contain no data file; give at least one.")
         return list(self._files.values())

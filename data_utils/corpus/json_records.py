@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 
+from data_utils.common.setting_files import listed
 from data_utils.corpus.stored_files import raise_if_out_of_memory
 
 UTF8_BOM = b"\xef\xbb\xbf"
@@ -120,10 +121,8 @@ def parse_json_line(line: bytes, text_key: str) -> str:
 
 
 def _no_field(tree: Mapping[str, Any], text_key: str) -> str:
-    fields = ", ".join(list(tree)[:10]) or "none"
-    problem = (
-        f"there is no field {text_key!r} (fields: {fields[:200]}; set --text-key to the one with the text)"
-    )
+    fields = listed(list(tree)[:10]) or "none"
+    problem = f"there is no field {text_key!r} (fields: {fields}; set --text-key to the one with the text)"
     of_objects = [
         key for key, value in tree.items() if isinstance(value, list) and isinstance((value or [0])[0], dict)
     ]

@@ -117,9 +117,9 @@ def push_dataset(prefix: str, url: str, overwrite: bool) -> str:
             f"{url} is no bucket to write to; give s3://, gs:// or az://. For the hub: hf upload ORG/NAME "
             f"{prefix}.bin --repo-type dataset, and so on."
         )
-    if url.endswith("/"):
-        url += dataset.prefix.name
     bucket, key = parse_bucket(url)
+    if url.endswith("/"):
+        url, key = url + dataset.prefix.name, key + dataset.prefix.name
     if not key:
         raise ConfigError(f"{url} is a bucket without a name in it; give {url}/{dataset.prefix.name}")
     store, files = BucketStore(bucket, objects.RETRY_POLICY), dataset.manifest["files"]

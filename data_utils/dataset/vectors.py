@@ -10,7 +10,7 @@ import numpy as np
 from data_utils.common.checksums import describe_file, identity
 from data_utils.common.errors import DataError
 from data_utils.common.files import disk_errors, new_file, require_named
-from data_utils.corpus.stored_files import open_regular
+from data_utils.corpus.stored_files import open_regular, read_errors
 
 _ROWS = 1 << 16  # at a time
 _REMEDY = "make it with: python scripts/dataset.py vectors TEXT --output FILE.npy"
@@ -62,7 +62,9 @@ class Vectors:
 def convert_vectors(text: str, output: str) -> tuple[int, int]:
     """Write lines of numbers, between tabs or spaces, as a .npy file. Returns: rows and columns. Raises DataError."""
     require_named(Path(output), "--output", (".npy",))
-    with disk_errors(output), open_regular(text) as lines, new_file(Path(output)) as file:
+    with read_errors(Path(text)):
+        lines = open_regular(text)
+    with disk_errors(output), lines, new_file(Path(output)) as file:
         size = rows = 0
         for number, line in enumerate(lines, 1):
             try:
@@ -71,9 +73,8 @@ def convert_vectors(text: str, output: str) -> tuple[int, int]:
                 row = np.array([np.nan], np.float32)
             size = size or len(row)
             if len(row) != size or not size or not np.isfinite(row).all():
-                raise DataError(
-                    f"{text}:{number}: the line must hold {size or 'one or more'} finite numbers; correct it."
-                )
+                needed = f"{size:,} finite numbers, as line 1 does" if number > 1 else "finite numbers alone"
+                raise DataError(f"{text}:{number}: the line must hold {needed}; correct it.")
             if not rows:
                 file.write(bytes(_HEADER_BYTES))
             file.write(row.tobytes())

@@ -20,7 +20,7 @@ def page(report: Mapping[str, Any]) -> str:
             _section("Overview", _overview(report)),
             _section("Rules", *_rules(report)),
             _section("Examples", *_examples(report["rules"])),
-            _section("Records left out by the reader", _records(report["records"])),
+            _section("Records left out by the reader", *_records(report["records"])),
             _section("Recipe", *_recipe(report)),
         ],
     )
@@ -77,10 +77,12 @@ def _examples(rules: Mapping[str, Any]) -> Iterator[Html]:
         yield element("details", element("summary", f"{name}: {len(rows)} of {rule['documents']:,}"), shown)
 
 
-def _records(records: Mapping[str, Any]) -> Html:
+def _records(records: Mapping[str, Any]) -> Iterator[Html]:
     rows: list[list[object]] = [[name, f"{count:,}"] for name, count in records["bad"].items()]
     rows += [[name.replace("_", " "), f"{records[name]:,}"] for name in ("empty_documents", "blank_lines")]
-    return table(["", "records"], rows, "numbers")
+    yield table(["", "records"], rows, "numbers")
+    if examples := [[example["at"], example["problem"]] for example in records["examples"]]:
+        yield table(["the first bad records", "problem"], examples)
 
 
 def _recipe(report: Mapping[str, Any]) -> Iterator[Html]:

@@ -163,7 +163,34 @@ def test_plain_text_and_bad_records_are_read_as_a_build_reads_them(tmp_path):
     found = cleaning.cleaned(tmp_path, "out", *options, exact_duplicates=True)
     assert cleaning.texts(found) == texts[:5]
     report = json.loads((tmp_path / "out/report.json").read_text())
-    assert report["records"] == {"bad": {"field_not_text": 1}, "empty_documents": 1, "blank_lines": 1}
+    assert report["records"] == {
+        "bad": {"field_not_text": 1}, "empty_documents": 1, "blank_lines": 1,
+        "examples": [{"at": "b.jsonl:2", "problem": "field 'text' holds a number, not text"}],
+    }  # fmt: skip
+
+
+def test_the_summary_says_what_was_left_out(raw):
+    """Bad records are named by file and line, and evaluation texts that are too short for any match are counted."""
+    with (raw / "raw.jsonl").open("a") as file:
+        file.write('{"text": 3}\n\n{"text": ""}\n')
+    (raw / "eval.jsonl").write_text('{"text": 4}\n{"text": "too short"}\n')
+    cleaning.recipe(raw, exact_duplicates=True)
+    options = ["--input", "raw.jsonl", "--decontaminate", "eval.jsonl", "--on-bad-record", "skip"]
+    lines = len((raw / "raw.jsonl").read_text().splitlines())
+    outputs = []
+    for tasks in ("1", "3"):
+        done = run(raw, *options, "--tasks", tasks, "--output", f"out{tasks}")
+        assert done.returncode == 0, done.stderr
+        outputs.append(done.stdout.partition("documents removed\n")[2].splitlines()[:-1])
+        page = (raw / f"out{tasks}/report.html").read_text()
+        assert f"raw.jsonl:{lines - 2}" in page and "holds a number, not text" in page
+    assert outputs[0] == outputs[1] == [
+        "  skipped: 1 empty documents, 1 blank lines",
+        "  skipped: 1 bad records (field_not_text)",
+        f"    raw.jsonl:{lines - 2}: field 'text' holds a number, not text",
+        "  1 of 1 evaluation texts have fewer than 13 words and are not searched for",
+        "  skipped: 1 bad records of the evaluation texts (field_not_text)",
+    ]  # fmt: skip
 
 
 def test_a_field_too_deep_to_be_written_is_a_bad_record(tmp_path):
@@ -405,7 +432,7 @@ def test_values_within_columns_of_a_table_are_written_as_json(raw):
     parquet.write_table(pa.table({"text": ["some words"], "meta": column, "day": [day]}), raw / "a.parquet")
     settings = {"exact_duplicates": True, "fields": ["meta", "day"]}
     (record,) = cleaning.cleaned(raw, "out", "--input", "a.parquet", "--tasks", 1, **settings)
-    assert record["meta"] == {"day": "2026-01-02", "list": ["1.5"], "code": "b'ab'"}
+    assert record["meta"] == {"day": "2026-01-02", "list": ["1.5"], "code": "ab"}
     assert record["day"] == "2026-01-02"
 
 
@@ -424,6 +451,55 @@ def test_columns_that_a_table_has_not_are_one_line(raw):
     for name in ("a.parquet", "a.csv"):
         done = cleaning.clean(raw, "--input", name, "--output", name[2:], keep="lang == 'en'")
         assert_stopped(done, "there is no column 'lang'")
+
+
+def test_fields_that_are_bytes_are_text(raw):
+    """As old Spark and Hive write text: "b'en'" was never equal to "en"."""
+    rows = crawl()
+    languages = pa.array([row["language"].encode() for row in rows], pa.binary())
+    table = pa.table({"text": [row["text"] for row in rows], "language": languages})
+    parquet.write_table(table, raw / "a.parquet")
+    settings = {"keep": 'language == "en"', "fields": ["language"]}
+    found = cleaning.cleaned(raw, "out", "--input", "a.parquet", **settings)
+    assert cleaning.texts(found) == [row["text"] for row in rows if row["language"] == "en"]
+    assert all(record["language"] == "en" for record in found)
+
+
+def not_utf8(size):
+    return pa.array([b"en"] * (size - 1) + [b"\xff"], pa.binary()).view(pa.string())
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        not_utf8(3),
+        pa.array([1, 2, 3], pa.timestamp("ns")),
+        pa.array([1, 2, 1 << 61], pa.timestamp("us")),
+    ],
+    ids=["not UTF-8", "nanoseconds", "the year 75000"],
+)
+def test_fields_that_python_cannot_hold_are_one_line(raw, column):
+    """The error of a stage named a log and advised to repeat the command."""
+    parquet.write_table(pa.table({"text": ["a", "b", "c"], "field": column}), raw / "a.parquet")
+    done = cleaning.clean(raw, "--input", "a.parquet", "--output", "out", keep="field != null")
+    assert_stopped(done, "a.parquet: a value of field, which the recipe names, cannot be read (")
+    assert "leave it out of the recipe" in done.stderr
+
+
+def test_a_damaged_arrow_column_is_one_line(raw):
+    """Arrow believes the offsets of a text: such a file ended the worker, and the error spoke of memory."""
+    offsets = b"".join(number.to_bytes(4, "little") for number in range(0, 21 * 6, 6))
+    table = pa.table(
+        {"text": [f"words {i}" for i in range(20)], "language": [f"name{i:02}" for i in range(20)]}
+    )
+    with ipc.new_file(raw / "a.arrow", table.schema) as file:
+        file.write_table(table)
+    content = (raw / "a.arrow").read_bytes()
+    assert content.count(offsets) == 1
+    damaged = offsets[:40] + b"\xf0\xff\xff\x7f" * 11
+    (raw / "a.arrow").write_bytes(content.replace(offsets, damaged))
+    done = cleaning.clean(raw, "--input", "a.arrow", "--output", "out", keep="language != null")
+    assert_stopped(done, "a.arrow: not a readable Arrow file")
 
 
 def test_a_damaged_column_is_one_line(raw):

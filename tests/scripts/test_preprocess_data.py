@@ -54,6 +54,20 @@ def test_builds_a_corpus(corpus):
     assert dataset.manifest["tokenizer"]["config"]["kind"] == "bert_wordpiece"
 
 
+def test_names_in_the_input_stay_on_one_line(corpus):
+    """In errors, in the summary and in warnings: they could colour a terminal, or look like other lines."""
+    (corpus / "name.jsonl").write_text('{"a\\nb\\u001b[31m": 1}\n')
+    (corpus / "new\nline.jsonl").write_text("")
+    inputs = ["--input", "name.jsonl", "new\nline.jsonl", "good.jsonl", "--output", "o", "--workers", "1"]
+    fields = "name.jsonl:1: there is no field 'text' (fields: a\\nb\\x1b[31m; "
+    for done, said in (
+        (run(corpus, *inputs), "stderr"),
+        (run(corpus, *inputs, "--on-bad-record", "skip"), "stdout"),
+    ):
+        assert fields in getattr(done, said) and "\x1b" not in done.stdout + done.stderr
+        assert "1 inputs are empty: new\\nline.jsonl\n" in done.stderr
+
+
 def test_a_tokenizer_that_does_not_know_the_text_is_warned_of(corpus):
     (corpus / "capitals.jsonl").write_text('{"text": "HELLO world"}\n')
     options = ["--input", "capitals.jsonl", "--workers", "1"]

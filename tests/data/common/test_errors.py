@@ -47,6 +47,18 @@ def test_an_error_has_its_status_and_one_line(error, status, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_names_from_files_stay_on_the_line_of_the_error(capsys):
+    """Fields and files may have any name: one of several lines, or that colours or clears a terminal."""
+
+    def main():
+        raise DataError("fields: a\nb\x1b[31m, \u2028, Größe, \udcff; correct them.")
+
+    assert ended(main)[0] == ExitStatus.USER_ERROR
+    assert (
+        capsys.readouterr().err == "error: fields: a\\nb\\x1b[31m, \\u2028, Größe, \\udcff; correct them.\n"
+    )
+
+
 def test_a_message_has_a_bound(capsys):
     def main():
         raise ConfigError(f"first {'x' * 1_000_000} last")

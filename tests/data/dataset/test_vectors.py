@@ -49,6 +49,26 @@ def test_vectors_that_cannot_be_used(tmp_path, kind, message):
         Vectors(str(tmp_path / "v.npy"), 3)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r"v\.txt: cannot be read \(No such file or directory\)"),
+        ("[1, 2]\n", r"v\.txt:1: the line must hold finite numbers alone"),
+        (
+            "2 3\n1 2 3\n",
+            r"v\.txt:2: the line must hold 2 finite numbers, as line 1 does",
+        ),  # word2vec's first line
+    ],
+)
+def test_text_that_holds_no_vectors_is_named(tmp_path, text, message):
+    """A text that does not exist was called an output that cannot be written."""
+    if text is not None:
+        (tmp_path / "v.txt").write_text(text)
+    with pytest.raises(DataError, match=message):
+        convert_vectors(str(tmp_path / "v.txt"), str(tmp_path / "v.npy"))
+    assert os.listdir(tmp_path) == ["v.txt"] * (text is not None)
+
+
 def test_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "v.txt")
     with pytest.raises(DataError, match=r"v\.txt is a pipe"):

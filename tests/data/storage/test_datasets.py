@@ -195,6 +195,7 @@ def test_a_stopped_push_opens_to_nobody(tmp_path, dataset, bucket):
     ("arguments", "words"),
     [
         (("push", "d", "https://host/d"), "no bucket"),
+        (("push", "d", "s3://"), "s3:// names no bucket; write s3://BUCKET/NAME"),
         (("push", "d", "hf://datasets/org/d"), "hf upload"),
         (("push", "d", "s3://key:CANARY@b/d"), "AWS_ACCESS_KEY_ID|environment"),
         (("push", "d", "elsewhere"), "no bucket"),

@@ -58,6 +58,7 @@ def test_any_text_survives_a_table(tmp_path_factory, texts):
         (b"id, text\n1, a\n", r"set --text-key to one of id, ' text' \(the first row"),
         (b"id,text\r1,a\r", r"end in a bare carriage return.*tr '\\r' '\\n'"),
         (b"text,text\na,b\n", r"a\.csv: 2 columns have the name 'text'"),
+        ("id,text\n1,a\n".encode("utf-16-le"), r"NUL bytes: UTF-16 without a byte order mark"),
         (b"id;text\n1;a\n", r"separated by commas, but the first row is 'id;text'"),
         (b'text\n"never closed\n' + b"more\n" * 9, r"a\.csv:11: not a valid table"),
         (b'text\n"a" b\n', r"a\.csv:2: not a valid table"),

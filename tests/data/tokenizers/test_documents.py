@@ -392,6 +392,7 @@ def test_options_are_checked():
         ('{"data": [{"text": "a"}]}\n', "text", "jq -c '.data[]' FILE"),
         ('{"meta": {"body": "a"}}\n', "meta", "--text-key meta.body"),
         ("id,text\n1,a\n", "text", "Rename it to .csv or .tsv"),
+        ('{"text ": "a"}\n', "text", "(fields: 'text '; "),
         ("plain text\n", "text", "plain text needs .txt"),
     ],
 )
