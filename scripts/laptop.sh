@@ -31,6 +31,10 @@ while (($#)); do
                 echo "error: $1 ${2-} does not exist; name a file or directory." >&2
                 exit 2
             fi
+            if [[ $1 == --text && -d $2 ]]; then
+                echo "error: --text $2 is a directory; name a file, and repeat --text for several." >&2
+                exit 2
+            fi
             if [[ $1 == --text ]]; then texts+=("$(realpath -- "$2")"); else blimp=$(realpath -- "$2"); fi
             shift
             ;;

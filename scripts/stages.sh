@@ -2,7 +2,7 @@
 #
 # The script sets number_of_stages, directory, and run (the run's directory).
 
-number=0 title=preparation
+number=0 title=
 
 stage() { # TITLE FUNCTION
     number=$((number + 1)) title=$1
@@ -14,7 +14,7 @@ stage() { # TITLE FUNCTION
 
 report_failure() {
     local status=$?
-    if ((status != 0)); then
+    if ((status != 0 && number > 0)); then # before the first stage a mistake is in the arguments
         printf '\nstage %d (%s) failed or was interrupted. See the message above; then run the same command\n' \
             "$number" "$title" >&2
         printf 'again: finished stages are skipped and training resumes from its last checkpoint.\n' >&2
@@ -36,8 +36,10 @@ claim_directory() { # NAME: make the directory, or refuse one that has other fil
         echo "error: $directory is not empty and not from an earlier $1; choose another directory." >&2
         exit 2
     fi
-    mkdir -p "$directory"
-    touch "$directory/.$1"
+    if ! mkdir -p "$directory" 2>/dev/null || ! touch "$directory/.$1" 2>/dev/null; then
+        echo "error: $directory is not a directory that can be written; choose another directory." >&2
+        exit 2
+    fi
 }
 
 yaml_text() { # TEXT: in the quotes of YAML, which doubles one that the text has

@@ -235,7 +235,18 @@ def test_help_of_the_script():
     assert result.returncode == 0 and result.stdout.startswith("Usage: scripts/laptop.sh")
 
 
-@pytest.mark.parametrize("arguments", [["--unknown"], ["one", "two"], ["--blimp", "missing"], ["--text"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--unknown"],
+        ["one", "two"],
+        ["--blimp", "missing"],
+        ["--text"],
+        ["--text", "."],
+        ["/dev/null"],
+        ["/dev/null/x"],
+    ],
+)
 def test_bad_arguments_of_the_script_are_refused(arguments, tmp_path):
     result = laptop(*arguments, cwd=tmp_path)
     assert result.returncode == 2
@@ -259,6 +270,7 @@ def test_a_directory_keeps_the_options_of_its_text(tmp_path):
         result = laptop(*arguments, str(directory))
         assert (
             result.returncode == 2
+            and result.stderr.count("\n") == 1  # no stage has begun that could go on
             and f"was made with (smoke: true; text: {tmp_path}/own.txt), not" in result.stderr
         )
     assert sorted(path.name for path in directory.iterdir()) == [".laptop", "corpus.jsonl"]
