@@ -37,6 +37,13 @@ from megatron_lite.checkpoint.verify import find_manifest
 from megatron_lite.config.attention import require_package
 from megatron_lite.config.foreign_options import explain_options, with_deepspeed_file
 from megatron_lite.engine.nvidia_apex import require_apex
+from megatron_lite.finetune.beginning import (
+    IMPORTED,
+    Beginning,
+    beginning_of,
+    check_beginning_weights,
+    note_beginning,
+)
 from megatron_lite.finetune.setup import (
     Task,
     check_output,
@@ -100,8 +107,11 @@ def main(rendezvous: Rendezvous | None = None) -> ExitStatus:
     start, pretrained = arguments.checkpoint, None
     if start is not None:
         start = resolve_model(start, "--checkpoint", MODEL_OR_EXPORT_PATH)
+    beginning = beginning_of(start)
+    check_beginning_weights(output, beginning)
+    if start is not None:
         if is_export(start):
-            start = imported(start, output / "imported", arguments, launch)
+            start = imported(start, output / IMPORTED, arguments, launch, beginning)
         pretrained = find_manifest(start).trainer_state().config
     control = RunControl(output, is_main=launch.rank == 0)
     with located_settings(arguments.config, arguments.task, arguments.overrides, arguments.tasks):
@@ -132,6 +142,7 @@ def main(rendezvous: Rendezvous | None = None) -> ExitStatus:
     with held(output, "trains") if launch.rank == 0 else nullcontext() as lease:
         if lease is not None:
             control.leave = lease.release
+            note_beginning(output, beginning)
         timeouts = config.timeouts
         watchdog = Watchdog(
             timeouts.sections, output, launch.rank, launch.world_size, timeouts.heartbeat_seconds, lease
@@ -139,7 +150,9 @@ def main(rendezvous: Rendezvous | None = None) -> ExitStatus:
         return train(task, output, launch, control, watchdog, rendezvous)
 
 
-def imported(source: Path, run: Path, arguments: argparse.Namespace, launch: Launch) -> Path:
+def imported(
+    source: Path, run: Path, arguments: argparse.Namespace, launch: Launch, beginning: Beginning
+) -> Path:
     """An exported directory as a run, made once."""
     if run.exists():
         return run
@@ -152,6 +165,7 @@ def imported(source: Path, run: Path, arguments: argparse.Namespace, launch: Lau
     from megatron_lite.hf.importing import import_directory
 
     tree = load_tree(arguments.config, arguments.task, arguments.overrides, tasks=arguments.tasks)
+    note_beginning(run.parent, beginning)
     import_directory(source, run, for_import(tree))
     return run
 

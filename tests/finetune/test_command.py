@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,36 @@ def test_a_published_directory_is_imported_tuned_and_measured(tmp_path):
     tree = {"task": section, "objectives": {"masked_lm": 1}, "data": {"sequence_length": 64}}
     (untuned,) = evaluate(original, tree, 4).files.values()
     assert len(untuned.predictions) == 32 and 0 <= untuned.metrics["accuracy"] <= 1
+
+    # The same call has nothing left to do; with other weights its seeds are not those of this call.
+    again = forked(ENTRY, *command)
+    assert again.returncode == 0, again.stderr
+    words = f"{tmp_path / 'out'} began with other weights ({original}, now {best}/step_"
+    assert_refused(forked(ENTRY, *command, "--checkpoint", str(best)), words)
+    random_model("bert", std=0.06, vocab_size=len(names)).save_pretrained(original)
+    assert_refused(forked(ENTRY, *command), f"began with other weights ({original}, now {original})")
+
+
+def test_seeds_of_other_weights_are_not_taken_for_those_of_a_call(tmp_path):
+    """Results, and seeds that were interrupted, are of the checkpoint that the first call named."""
+    model, task = write_task(tmp_path / "task", train=8)
+    first = ["--config", model, "--task", task, "finetune.epochs=1"]
+    done = forked(ENTRY, *first, "--output", str(tmp_path / "a"))
+    assert done.returncode == 0, done.stderr
+    start, output = tmp_path / "a/seed_1234/best", tmp_path / "out"
+    other = tmp_path / "other"
+    shutil.copytree(start, other / start.name)  # the same weights in another place
+    seeds = ["--task", task, "--output", str(output), "finetune.epochs=1"]
+    done = forked(ENTRY, "--checkpoint", str(start), *seeds, "finetune.seeds=[1]")
+    assert done.returncode == 0, done.stderr
+    done = forked(ENTRY, "--checkpoint", str(other / start.name), *seeds, "finetune.seeds=[1,2]")
+    assert done.returncode == 0, done.stderr
+    (output / "seed_2/results.json").unlink()  # as if it were interrupted
+    done = forked(ENTRY, "--config", model, *seeds, "finetune.seeds=[1,2]")
+    assert_refused(done, f"{output} began with other weights ({start}/step_")
+    (output / "begins_with.json").unlink()  # of an earlier version
+    done = forked(ENTRY, "--checkpoint", str(start), *seeds, "finetune.seeds=[1,2]")
+    assert done.returncode == 0 and not (output / "begins_with.json").exists()
 
 
 @pytest.mark.slow

@@ -1,0 +1,74 @@
+"""The weights that fine-tuning begins with, noted in OUTPUT/begins_with.json.
+
+A repeated call goes on with the seeds that are there. With other weights their results would be taken for those of the
+weights that are named now, so such a call is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_utils.common.errors import ConfigError
+from data_utils.common.files import write_whole
+from data_utils.common.setting_files import load_json
+from megatron_lite.checkpoint.verify import find_manifest
+from megatron_lite.finetune.setup import is_export
+
+NOTE = "begins_with.json"
+IMPORTED = "imported"  # an export, as a run
+_INITIAL = "initial weights"
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Where weights are, and what tells them from others."""
+
+    path: Path | None
+    identity: str
+
+    def __str__(self) -> str:
+        return str(self.path or _INITIAL)
+
+
+def beginning_of(start: Path | None) -> Beginning:
+    """Of a run, a checkpoint or an export: checksums of the first two, names, sizes and times of the third's files."""
+    if start is None:
+        return Beginning(None, _INITIAL)
+    facts: list[tuple[str, Any]]
+    if is_export(start):
+        stats = [(file.name, file.stat()) for file in start.iterdir() if file.is_file()]
+        path, facts = start, [(name, [stat.st_size, stat.st_mtime_ns]) for name, stat in stats]
+    else:
+        checkpoint = find_manifest(start)
+        path, facts = checkpoint.path, list(checkpoint.files.items())
+    content = json.dumps(sorted(facts, key=lambda fact: fact[0]), sort_keys=True)
+    return Beginning(path, hashlib.sha256(content.encode()).hexdigest())
+
+
+def check_beginning_weights(output: Path, beginning: Beginning) -> None:
+    """Raise ConfigError if the directory has seeds, or an import, that began with other weights."""
+    note = output / NOTE
+    if not _has_begun(output) or not note.exists():  # earlier versions wrote none
+        return
+    before = load_json(note, "the note of the weights")
+    if before.get("identity") != beginning.identity:
+        raise ConfigError(
+            f"{output} began with other weights ({before.get('path') or _INITIAL}, now {beginning}); give those as "
+            "--checkpoint, choose another --output, or remove it."
+        )
+
+
+def note_beginning(output: Path, beginning: Beginning) -> None:
+    """Note the weights, unless something in the directory began before. Raises DataError if it cannot be written."""
+    if not _has_begun(output):
+        path = None if beginning.path is None else str(beginning.path)
+        content = json.dumps({"path": path, "identity": beginning.identity}, indent=1) + "\n"
+        write_whole(output / NOTE, content.encode(), "--output")
+
+
+def _has_begun(output: Path) -> bool:
+    return (output / IMPORTED).exists() or any(output.glob("seed_*"))
