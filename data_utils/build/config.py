@@ -58,6 +58,11 @@ class BuildConfig:
             if getattr(self, present) is not None and getattr(self, absent) is None:
                 options = f"--{present} is given without --{absent}".replace("_", "-")
                 raise ConfigError(f"{options}; give both or neither.")
+        if self.min_score and self.entities_key is None and self.spans_key is None:
+            raise ConfigError(
+                f"--min-score {self.min_score:g} is given without --entities-key or --spans-key, whose scores it "
+                "limits; give one of them, or remove it."
+            )
         exclusive = ("capitals", "spans_key", "entities_key", "second_key", "markers")
         conflicting = [f"--{name.replace('_', '-')}" for name in exclusive if getattr(self, name)]
         if len(conflicting) > 1:

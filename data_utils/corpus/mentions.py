@@ -87,7 +87,8 @@ def _parsed(entry: object) -> tuple[int, int, str, float]:
     """Start, end, name and score (1 where there is none). Raises UnusableRecord."""
     if isinstance(entry, list) and len(entry) in (3, 4):
         start, end, name, score = (*entry, 1.0)[:4]
-        if type(start) is int and type(end) is int and isinstance(name, str) and type(score) in (int, float):
+        is_score = type(score) in (int, float) and score == score  # NaN is below no --min-score
+        if type(start) is int and type(end) is int and isinstance(name, str) and is_score:
             return start, end, name, score
     raise UnusableRecord("bad_mention", f"the mention {shown(entry)} is not {_SCHEMA}")
 

@@ -1,6 +1,7 @@
 """Entities of texts: read from JSON lines, aligned with tokens, stored with them, and checked wherever they go."""
 
 import json
+import math
 import os
 import re
 import tracemalloc
@@ -154,6 +155,7 @@ BAD = {
     "a number": ({"text": TEXT, "entities": 3}, "there is no list 'entities'"),
     "two fields": (record((0, 5)), r"the mention \[0, 5\] is not \[start, end, \"name\"\]"),
     "a score as text": (record((0, 5, "Q1", "1")), "is not"),
+    "a score that is no number": (record((0, 5, "Q1", math.nan)), r"the mention \[0, 5, 'Q1', nan\] is not"),
     "true as a place": (record((True, 5, "Q1")), "is not"),
     "outside": (record((14, 40, "Q1")), "is not within the text of 19 characters"),
     "backwards": (record((5, 0, "Q1")), "is not within the text"),
@@ -194,6 +196,8 @@ def test_bad_files_of_numbers(made, tmp_path, name):
 def test_options_that_do_not_go_together(made, tmp_path):
     with pytest.raises(ConfigError, match="--entity-ids is given without --entities-key"):
         made([record()], entities_key=None)
+    with pytest.raises(ConfigError, match=r"--min-score 0\.5 is given without --entities-key or --spans-key"):
+        BuildConfig(inputs=["a"], output="b", min_score=0.5)
     with pytest.raises(DataError, match=r"--entity-ids .*none\.txt: No such file"):
         made([record()], entity_ids=str(tmp_path / "none.txt"))
     path = tmp_path / "text.txt"
