@@ -28,6 +28,7 @@ from support.slurm_cluster import reason_to_skip, running_cluster
 from support.stores import RefusedLater, serving
 from support.waiting import wait_until
 
+from data_utils.cleaning import executors
 from data_utils.cleaning.run import _open_work
 from data_utils.common.files import open_locked
 from data_utils.dataset.cleaning_record import cleaning_records, record_bytes
@@ -294,6 +295,28 @@ def test_work_of_another_run_is_refused(raw):
         name: data for name, data in before.items() if "out.cleaning" in name
     }
     assert run(raw, *options, "--restart").returncode == 0
+
+
+@pytest.mark.parametrize(("stage", "name"), [("filter", "raw.jsonl"), ("held_out", "held.jsonl")])
+@pytest.mark.parametrize("is_gone", [False, True], ids=["longer", "gone"])
+def test_input_that_changes_while_it_is_read_is_refused(raw, monkeypatch, stage, name, is_gone):
+    """The output was of parts of two versions, and its record of neither."""
+    write(raw / "held.jsonl", crawl(4))
+
+    def run_stage(one, *arguments):
+        finish_stage(one, *arguments)
+        if one.name == stage:
+            (raw / name).unlink() if is_gone else write(raw / name, crawl(120))
+
+    finish_stage = executors.run_stage
+    monkeypatch.setattr(executors, "run_stage", run_stage)
+    cleaning.recipe(raw, near_duplicates={"num_buckets": 2, "hashes_per_bucket": 8})
+    options = ["--input", "raw.jsonl", "--held-out", "held.jsonl", "--output", "out", "--tasks", "1"]
+    message = f"{name}: cannot be read (No such file" if is_gone else f"another version of input {raw / name}"
+    assert_stopped(run(raw, *options), message)
+    if not is_gone:  # the same command begins again
+        monkeypatch.undo()
+        assert run(raw, *options).returncode == 0
 
 
 def test_a_second_command_waits_for_nobody(raw):
