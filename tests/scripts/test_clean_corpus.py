@@ -488,6 +488,20 @@ def test_fields_that_are_bytes_are_text(raw):
     assert all(record["language"] == "en" for record in found)
 
 
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_a_field_that_two_columns_name_is_one_line(raw, name):
+    """The last one decided, while a build and a CSV file refuse two columns of one name."""
+    columns = [pa.array(["some words"]), pa.array(["en"]), pa.array(["de"])]
+    table = pa.Table.from_arrays(columns, names=["text", "language", "language"])
+    if name.endswith(".parquet"):
+        parquet.write_table(table, raw / name)
+    else:
+        with ipc.new_file(raw / name, table.schema) as file:
+            file.write_table(table)
+    done = cleaning.clean(raw, "--input", name, "--output", "out", keep='language == "de"')
+    assert_stopped(done, f"{name}: 2 columns have the name 'language'; rename all but one")
+
+
 def not_utf8(size):
     return pa.array([b"en"] * (size - 1) + [b"\xff"], pa.binary()).view(pa.string())
 
