@@ -242,11 +242,13 @@ def _batches(path: InputFile, names: Sequence[str]) -> Iterator[Any]:
 
 
 def _columns(path: InputFile, present: Sequence[str], names: Sequence[str]) -> list[str]:
-    """The columns in which the fields are. Raises DataError for one that is nowhere."""
+    """The columns in which the fields are. Raises DataError for one that is nowhere, or twice."""
     columns = {name: name if name in present else name.partition(".")[0] for name in names}
     for name, column in columns.items():
         if column not in present:
             raise DataError(
                 f"{path}: there is no column {name!r}, which the recipe names; the columns are {listed(present, 400)}."
             )
+        if (count := present.count(column)) > 1:
+            raise DataError(f"{path}: {count} columns have the name {column!r}; rename all but one.")
     return list(dict.fromkeys(columns.values()))

@@ -35,7 +35,7 @@ from data_utils.common.untrusted import parse_json, read_bounded
 from data_utils.common.urls import is_url, without_secrets
 from data_utils.corpus.documents import RecordCounts, check_options, check_text_key, read_document_files
 from data_utils.corpus.inputs import expand_inputs
-from data_utils.corpus.stored_files import InputFile
+from data_utils.corpus.stored_files import InputFile, read_errors
 from data_utils.dataset.cleaning_record import FILE, TEXT, record_bytes
 from data_utils.storage.objects import StoredObject, input_change, with_present_identities
 
@@ -266,7 +266,8 @@ def _identity(path: InputFile) -> list[Any]:
     """An input in the plan, without what may be secret in its URL."""
     if isinstance(path, StoredObject):
         return [path.label, path.size, path.identity]
-    state = path.stat()
+    with read_errors(path):
+        state = path.stat()
     return [str(path.absolute()), state.st_size, state.st_mtime_ns]
 
 
@@ -357,8 +358,10 @@ def _run_stages(
                 say(f"stage {number} of {len(stages)}: {stage.name} ({stage.tasks} tasks)")
                 run_stage(stage, folders, execution, job_name)
                 if number == 1:
+                    _check_unchanged(plan, "input", inputs.paths)
                     _check_read(config, folders)
                 if stage.name == "held_out":
+                    _check_unchanged(plan, "held-out", inputs.held_out)
                     _check_held_out(config, folders)
             report, files = _report(config, inputs, folders)
     except BaseException as error:  # the jobs that write there are cancelled by now
@@ -380,6 +383,16 @@ def _run_stages(
 
 class _UselessWork(DataError):
     """The same command fails again, and no other can use the work."""
+
+
+def _check_unchanged(plan: Mapping[str, Any], key: str, paths: Iterable[InputFile]) -> None:
+    """Raise DataError for files that were changed while they were read: what was read is of neither version."""
+    now = [_identity(path) for path in paths]
+    if now != plan[key]:
+        raise _UselessWork(
+            f"while the text was read there came {input_change(plan[key], now, f'--{key} files')}; repeat the command "
+            "when nothing writes to it."
+        )
 
 
 def _check_read(config: CleaningConfig, folders: WorkFolders) -> None:

@@ -28,6 +28,7 @@ from support.slurm_cluster import reason_to_skip, running_cluster
 from support.stores import RefusedLater, serving
 from support.waiting import wait_until
 
+from data_utils.cleaning import executors
 from data_utils.cleaning.run import _open_work
 from data_utils.common.files import open_locked
 from data_utils.dataset.cleaning_record import cleaning_records, record_bytes
@@ -296,6 +297,28 @@ def test_work_of_another_run_is_refused(raw):
     assert run(raw, *options, "--restart").returncode == 0
 
 
+@pytest.mark.parametrize(("stage", "name"), [("filter", "raw.jsonl"), ("held_out", "held.jsonl")])
+@pytest.mark.parametrize("is_gone", [False, True], ids=["longer", "gone"])
+def test_input_that_changes_while_it_is_read_is_refused(raw, monkeypatch, stage, name, is_gone):
+    """The output was of parts of two versions, and its record of neither."""
+    write(raw / "held.jsonl", crawl(4))
+
+    def run_stage(one, *arguments):
+        finish_stage(one, *arguments)
+        if one.name == stage:
+            (raw / name).unlink() if is_gone else write(raw / name, crawl(120))
+
+    finish_stage = executors.run_stage
+    monkeypatch.setattr(executors, "run_stage", run_stage)
+    cleaning.recipe(raw, near_duplicates={"num_buckets": 2, "hashes_per_bucket": 8})
+    options = ["--input", "raw.jsonl", "--held-out", "held.jsonl", "--output", "out", "--tasks", "1"]
+    message = f"{name}: cannot be read (No such file" if is_gone else f"another version of input {raw / name}"
+    assert_stopped(run(raw, *options), message)
+    if not is_gone:  # the same command begins again
+        monkeypatch.undo()
+        assert run(raw, *options).returncode == 0
+
+
 def test_a_second_command_waits_for_nobody(raw):
     """While one writes an output, another is refused; an output that exists is never replaced."""
     command = Forked(cleaning.SCRIPT, *COMMAND, "--input", "raw.jsonl", "--output", "out", cwd=raw)
@@ -463,6 +486,20 @@ def test_fields_that_are_bytes_are_text(raw):
     found = cleaning.cleaned(raw, "out", "--input", "a.parquet", **settings)
     assert cleaning.texts(found) == [row["text"] for row in rows if row["language"] == "en"]
     assert all(record["language"] == "en" for record in found)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_a_field_that_two_columns_name_is_one_line(raw, name):
+    """The last one decided, while a build and a CSV file refuse two columns of one name."""
+    columns = [pa.array(["some words"]), pa.array(["en"]), pa.array(["de"])]
+    table = pa.Table.from_arrays(columns, names=["text", "language", "language"])
+    if name.endswith(".parquet"):
+        parquet.write_table(table, raw / name)
+    else:
+        with ipc.new_file(raw / name, table.schema) as file:
+            file.write_table(table)
+    done = cleaning.clean(raw, "--input", name, "--output", "out", keep='language == "de"')
+    assert_stopped(done, f"{name}: 2 columns have the name 'language'; rename all but one")
 
 
 def not_utf8(size):
