@@ -58,6 +58,10 @@ class BuildConfig:
             if getattr(self, present) is not None and getattr(self, absent) is None:
                 options = f"--{present} is given without --{absent}".replace("_", "-")
                 raise ConfigError(f"{options}; give both or neither.")
+        if self.split_seed and not self.split:
+            raise ConfigError(
+                f"--split-seed {self.split_seed} is given without --split, which it is for; give both or neither."
+            )
         if self.min_score and self.entities_key is None and self.spans_key is None:
             raise ConfigError(
                 f"--min-score {self.min_score:g} is given without --entities-key or --spans-key, whose scores it "

@@ -205,6 +205,11 @@ def check_options(text_split: str, on_bad_record: str, max_bad_records: int) -> 
         )
     if max_bad_records < 0:
         raise ConfigError(f"max_bad_records is {max_bad_records}; it must be 0 or more.")
+    if on_bad_record == "error" and max_bad_records not in (0, DEFAULT_MAX_BAD_RECORDS):
+        raise ConfigError(
+            f"max_bad_records is {max_bad_records}, but on_bad_record is error, which allows none; set it to skip, or "
+            "leave max_bad_records out."
+        )
 
 
 def check_text_key(text_key: str, paths: Iterable[InputFile]) -> None:

@@ -115,6 +115,11 @@ def test_the_split_depends_on_the_text_alone(text):
     assert split_rule(config).split_index(text) == split_rule(config).split_index(text) in (0, 1)
 
 
+def test_the_seed_of_no_split_is_refused():
+    with pytest.raises(ConfigError, match="--split-seed 7 is given without --split, which it is for"):
+        BuildConfig(inputs=["x"], output="x", split_seed=7)
+
+
 def test_another_seed_gives_another_split():
     def splits(seed):
         rule = split_rule(BuildConfig(inputs=["x"], output="x", split="a=0.5,b=0.5", split_seed=seed))
