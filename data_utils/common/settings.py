@@ -419,6 +419,8 @@ def _unknown_key(key: str, value: Any, path: str, known: Mapping[str, Any], root
             f": write {_nested_text(nearest, value)}" if not path and nearest.endswith(f".{key}") else ""
         )
         return f"unknown setting {written_key}; the nearest valid key is {nearest}{written}."
+    if not known:
+        return f"unknown setting {written_key}; there are no settings here: remove it."
     listed = f"valid keys here are {', '.join(sorted(known))}." if len(known) <= _LISTED_KEYS else too_many
     return f"unknown setting {written_key}; {listed}"
 

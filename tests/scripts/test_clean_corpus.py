@@ -371,7 +371,10 @@ def test_a_killed_worker_is_one_line(raw):
         (["--output", os.fsdecode(b"o\xff")], "names are not UTF-8"),
         (["--text-split", "words"], "invalid choice"),
         (["--max-bad-records", "-1"], "max_bad_records is -1"),
-        (["--max-bad-records", "5"], "max_bad_records is 5, but on_bad_record is error, which allows none; set"),
+        (
+            ["--max-bad-records", "5"],
+            "max_bad_records is 5, but on_bad_record is error, which allows none; set",
+        ),
     ],
 )
 def test_mistakes_are_one_line_and_leave_nothing(raw, arguments, message):

@@ -172,6 +172,8 @@ def test_shipped_recipes_are_read_by_name(name):
         ("near_duplicates: true\n", [":1: near_duplicates"]),
         ("words: letters\ncontaminated: maybe\n", [":1: words", ":2: contaminated"]),
         ("filters: [c4]\n", [":1: filters"]),
+        ("filters:\n  c4_paragraphs:\n    lines: 3\n",
+         [":3: unknown setting filters.c4_paragraphs.lines; there are no settings here: remove it"]),
         ("near_duplicates: {num_buckets: 0, rows: 3}\n", [":1: near_duplicates.num_buckets", "near_duplicates.rows"]),
         ("near_duplicates:\n  num_buckets: 1000\n  hashes_per_bucket: 1000\n", [":2: near_duplicates.num_buckets x"]),
         ("filters:\n  gopher_quality:\n    min_doc_words: 9\n    max_doc_words: 8\n    min_avg_word_length: 11\n"
