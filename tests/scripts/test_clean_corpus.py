@@ -13,6 +13,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
@@ -330,16 +331,25 @@ def test_a_second_command_waits_for_nobody(raw):
     assert tree(raw / "out") == before
 
 
-def test_a_killed_worker_is_one_line(raw):
-    """datatrove's own pool would wait for it without end."""
+@pytest.mark.parametrize("is_slow", [False, True], ids=["", "while the other begins"])
+def test_a_killed_worker_is_one_line(raw, monkeypatch, is_slow):
+    """datatrove's own pool would wait for it without end. The other worker has the command's handlers until it began."""
     write(raw / "raw.jsonl", crawl(4000))
+    begin = executors._start_worker
+
+    def begin_slowly():
+        time.sleep(1)
+        begin()
+
+    if is_slow:
+        monkeypatch.setattr(executors, "_start_worker", begin_slowly)
     command = Forked(cleaning.SCRIPT, *COMMAND, "--input", "raw.jsonl", "--output", "out", cwd=raw)
 
     def workers():
         path = f"/proc/{command.pid}/task/{command.pid}/children"
         return [int(word) for word in open(path).read().split()]
 
-    wait_until(workers, what="a worker runs")
+    wait_until(lambda: len(workers()) > is_slow, what="a worker runs")
     os.kill(workers()[0], signal.SIGKILL)
     done = command.result()
     assert_stopped(done, "worker process")
