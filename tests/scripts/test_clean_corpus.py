@@ -333,7 +333,7 @@ def test_a_second_command_waits_for_nobody(raw):
 
 @pytest.mark.parametrize("is_slow", [False, True], ids=["", "while the other begins"])
 def test_a_killed_worker_is_one_line(raw, monkeypatch, is_slow):
-    """datatrove's own pool would wait for it without end. The other worker has the command's handlers until it began."""
+    """datatrove's own pool would wait for it without end. Until it began, the other has the handlers of the command."""
     write(raw / "raw.jsonl", crawl(4000))
     begin = executors._start_worker
 
