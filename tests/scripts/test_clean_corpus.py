@@ -13,7 +13,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
@@ -338,7 +337,7 @@ def test_a_killed_worker_is_one_line(raw, monkeypatch, is_slow):
     begin = executors._start_worker
 
     def begin_slowly():
-        time.sleep(1)
+        wait_until(lambda: signal.SIGTERM in signal.sigpending(), what="the worker is ended")
         begin()
 
     if is_slow:
