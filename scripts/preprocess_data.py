@@ -31,10 +31,10 @@ from data_utils.common.errors import (
     ExitStatus,
     UserError,
     expanded_path,
+    print_error,
     printable,
     run_command,
 )
-from data_utils.common.urls import without_secrets
 from data_utils.corpus.documents import BAD_RECORD_POLICIES, DEFAULT_MAX_BAD_RECORDS, TEXT_SPLITS
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.verification import verify
@@ -236,7 +236,7 @@ def main_of_rank(arguments: argparse.Namespace) -> int:
         make_dataset(arguments, Ranks(MPI.COMM_WORLD))
     except UserError as error:
         if MPI.COMM_WORLD.Get_rank() == 0:
-            print(f"error: {printable(without_secrets(str(error)))}", file=sys.stderr)
+            print_error(error)
         return ExitStatus.USER_ERROR
     except KeyboardInterrupt:
         print(INTERRUPTED, file=sys.stderr)

@@ -145,6 +145,14 @@ def printable(text: str) -> str:
     return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
 
 
+def print_error(error: UserError, place: str = "") -> None:
+    """One line on stderr, without secrets of URLs. Args: place: of the rank, if others print their own."""
+    message = without_secrets(str(error))
+    if len(message) > MESSAGE_LENGTH:  # for values that were not shortened before
+        message = f"{message[: MESSAGE_LENGTH // 2]} ... {message[-MESSAGE_LENGTH // 2 :]}"
+    print(f"error: {place}{printable(message)}", file=sys.stderr, flush=True)
+
+
 def run_command(
     main: Callable[[], int | None],
     quiet: bool = False,
@@ -166,10 +174,7 @@ def run_command(
     except UserError as error:
         user_error, is_printed = error, not quiet or error.only_here
         if is_printed:
-            message = without_secrets(str(error))
-            if len(message) > MESSAGE_LENGTH:  # for values that were not shortened before
-                message = f"{message[: MESSAGE_LENGTH // 2]} ... {message[-MESSAGE_LENGTH // 2 :]}"
-            print(f"error: {printable(message)}", file=sys.stderr, flush=True)
+            print_error(error)
         status = error.status
     except KeyboardInterrupt:
         status = _interrupted()

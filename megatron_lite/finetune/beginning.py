@@ -1,7 +1,7 @@
 """The weights that fine-tuning begins with, noted in OUTPUT/begins_with.json.
 
-A repeated call goes on with the seeds that are there. With other weights their results would be taken for those of the
-weights that are named now, so such a call is refused.
+A repeated call goes on with the seeds that are there. A call with other weights is refused, since results of the first
+weights would be taken for results of its own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ class Beginning:
 
 
 def beginning_of(start: Path | None) -> Beginning:
-    """Of a run, a checkpoint or an export: checksums of the first two, names, sizes and times of the third's files."""
+    """Of a run, a checkpoint or an export.
+
+    A checkpoint is known by its checksums, wherever it lies; an export, which has none, by its files' sizes and times.
+    """
     if start is None:
         return Beginning(None, _INITIAL)
     facts: list[tuple[str, Any]]
@@ -57,8 +60,8 @@ def check_beginning_weights(output: Path, beginning: Beginning) -> None:
     before = load_json(note, "the note of the weights")
     if before.get("identity") != beginning.identity:
         raise ConfigError(
-            f"{output} began with other weights ({before.get('path') or _INITIAL}, now {beginning}); give those as "
-            "--checkpoint, choose another --output, or remove it."
+            f"{output} began with other weights ({before.get('path') or _INITIAL}, now {beginning}); give the former "
+            "as --checkpoint, choose another --output, or remove it."
         )
 
 

@@ -12,14 +12,13 @@ import datetime
 import json
 import logging
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
-from data_utils.common.errors import ConfigError, ExitStatus, UserError
+from data_utils.common.errors import ConfigError, ExitStatus, UserError, print_error
 from data_utils.common.setting_files import one_line, shorten
 from data_utils.common.untrusted import conform_to, parse_json
 from megatron_lite.parallel.launch import (
@@ -219,8 +218,7 @@ def _wait_for_all_to_exit(store: Store, world_size: int) -> None:
 
 
 def _print_error(error: UserError, own: Leaver | None = None) -> None:
-    place = "" if own is None else f"rank {own.rank} on {own.host}: "
-    print(f"error: {place}{error}", file=sys.stderr, flush=True)
+    print_error(error, "" if own is None else f"rank {own.rank} on {own.host}: ")
 
 
 def _ticks(seconds: float = float("inf")) -> Iterator[None]:

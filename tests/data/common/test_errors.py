@@ -13,9 +13,11 @@ from data_utils.common.errors import (
     HaltedError,
     TrainingError,
     expanded_path,
+    print_error,
     run_command,
 )
 from data_utils.common.urls import without_secrets
+from megatron_lite.parallel import rendezvous
 
 
 def ended(main, **options):
@@ -45,6 +47,15 @@ def test_an_error_has_its_status_and_one_line(error, status, capsys):
     assert capsys.readouterr().err == "error: a is 1; it must be 2.\n"
     assert ended(main, quiet=True) == (status, [status])
     assert capsys.readouterr().err == ""
+
+
+def test_every_rank_prints_its_error_without_secrets_and_on_one_line(capsys):
+    error = DataError("input https://me:word@host/a?sig=word: a\nb\x1b[31m; correct it.")
+    rendezvous._print_error(error, rendezvous.Leaver(1, 0, "host", 2, "reason"))
+    print_error(error)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == second.replace("error: ", "error: rank 1 on host: ")
+    assert "word" not in first and r"a\nb\x1b[31m; correct it." in first
 
 
 def test_names_from_files_stay_on_the_line_of_the_error(capsys):
