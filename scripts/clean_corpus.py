@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def left_out(report: Mapping[str, Any]) -> Iterator[str]:
-    """What the readers left out of the input, of evaluation texts and of held-out texts, as a build's summary has it."""
+    """What the readers left out of input, evaluation and held-out texts, as the summary of a build has it."""
     records = report["records"]
     if records["empty_documents"] or records["blank_lines"]:
         yield f"skipped: {records['empty_documents']:,} empty documents, {records['blank_lines']:,} blank lines"
