@@ -88,9 +88,9 @@ def parse_arguments() -> argparse.Namespace:
         metavar="PROCESSES",
         help="show memory and speed on PROCESSES GPUs, advise the fastest layout, and stop; needs no GPU and no data",
     )
-    add(
-        "--gpu", default="h100", help="for --dry-run: h100, h200, gh200, b200, a100 or a100-40 (default h100)"
-    )
+    add("--gpu", help="for --dry-run: h100, h200, gh200, b200, a100 or a100-40 (default h100)")
+    text = "for --dry-run: share of the GPU's peak that computation reaches (default 0.4)"
+    add("--efficiency", type=float, metavar="SHARE", help=text)
     add("overrides", nargs="*", metavar="section.key=value", help="settings on top of the files")
     command_line = with_deepspeed_file(sys.argv[1:])
     arguments, unknown = parser.parse_known_intermixed_args(command_line)
@@ -98,6 +98,8 @@ def parse_arguments() -> argparse.Namespace:
         raise ConfigError(explain_options(command_line, unknown))
     if not arguments.config:
         raise ConfigError("no configuration given; pass --config FILE, or a name such as small.")
+    if arguments.dry_run is None and (arguments.gpu, arguments.efficiency) != (None, None):
+        raise ConfigError("--gpu and --efficiency describe GPUs for --dry-run; add --dry-run PROCESSES.")
     return arguments
 
 
@@ -150,10 +152,11 @@ def main(rendezvous: Rendezvous | None = None) -> ExitStatus:
         return ExitStatus.FINISHED
     if arguments.dry_run is not None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it is asked for its stages, and would look for a GPU
-        from megatron_lite.estimate.dry_run import dry_run
+        from megatron_lite.estimate.dry_run import EFFICIENCY, dry_run
 
         print("".join(f"{note}\n" for note in notes), end="")
-        dry_run(config, arguments.dry_run, arguments.gpu)
+        efficiency = EFFICIENCY if arguments.efficiency is None else arguments.efficiency
+        dry_run(config, arguments.dry_run, arguments.gpu or "h100", efficiency)
         return ExitStatus.FINISHED
     require_validation(arguments.overrides, config)
     return train(config, launch, rendezvous, notes)

@@ -1,10 +1,9 @@
 """Each fused kernel compared with torch's operators in fp64, in the order of a step: the first that differs is named.
 
-    python benchmarks/kernels.py                                      # on a GPU: also times, with the expected ones
+    python benchmarks/kernels.py                                      # on a GPU: also times
     TRITON_INTERPRET=1 python benchmarks/kernels.py --device cpu      # in Triton's interpreter, on few tokens
 
-On a GPU it also compares each implementation of attention that is installed, and measures constants of
-megatron_lite/estimate/gpus.yaml, which `scripts/gpu_day.py --calibrate` takes.
+On a GPU it also compares each implementation of attention that is installed.
 """
 
 from __future__ import annotations
@@ -30,32 +29,17 @@ from data_utils.common.errors import ArgumentParser, ConfigError, run_command
 from data_utils.common.setting_files import one_line
 from megatron_lite.config.attention import IMPLEMENTATIONS, Capability
 from megatron_lite.config.model import ACTIVATIONS
-from megatron_lite.estimate.gpus import GPUS, Gpu
-from megatron_lite.estimate.roofline import (
-    FINISH_ROWS,
-    ISSUE,
-    Work,
-    activation_issue,
-    attention_micros,
-    kernel_micros,
-)
 from megatron_lite.model.attention_backends.blocks import BlockPlan
 from megatron_lite.model.attention_backends.layout import make_layout, may_see
 from megatron_lite.model.attention_backends.varlen import VarlenLaunch
 from megatron_lite.model.kernels import cross_entropy, fused, rule_attention
 from megatron_lite.model.kernels import qkv_heads as heads
 from megatron_lite.model.kernels.dropout import FeatureDropout, drop, hash_pairs, is_kept, salts, token_keys
-from megatron_lite.model.kernels.sums import sum_programs
 from megatron_lite.model.kernels.varlen_kernels import use_attention, varlen_kernel
 
 TOLERANCE = 2.0**-7  # of the largest number: results are rounded to bf16 once, and so are torch's inputs
 EPSILON, P = 1e-5, 0.1
 HEAD_SIZE, MASKED = 64, 512  # features; tokens of attention under the rule, whose reference holds all pairs
-SHARES = {
-    "rule_attention": 1.0,
-    "rule_attention_queries": 0.3,
-    "rule_attention_keys": 0.7,
-}  # of a pass's time
 
 
 @dataclass
@@ -64,7 +48,6 @@ class Comparison:
 
     name: str
     difference: float  # the largest, relative to the largest number
-    expected_us: float
     measured_us: float | None = None
 
     @property
@@ -336,44 +319,11 @@ def micros(run: Callable[[], Any], times: int = 20) -> float:
     return sorted(found)[times // 2]
 
 
-def expected(name: str, tokens: int, width: int, words: int, gpu: Gpu) -> float:
-    """By the roofline."""
-    kernel, *form = name.split()
-    if kernel in SHARES:  # on all pairs
-        work = Work(float(min(tokens, MASKED)) ** 2, 0.0, form[0].replace("_", " ") if form else "biased")
-        is_backward = kernel != "rule_attention"
-        return SHARES[kernel] * attention_micros(
-            work, width // HEAD_SIZE, HEAD_SIZE, P, is_backward, gpu, 0.0
-        )
-    numbers, passes, rounds = tokens * width, 4.0, 0.0
-    issue = ISSUE.get(kernel if "rms" not in form else kernel.replace("add", "add_rms"), 0.0)
-    if kernel.startswith("activate"):
-        gated = "gated" in form
-        numbers, issue = 4 * (1 + gated) * numbers, activation_issue(kernel, form[0], gated, P)
-        passes = (2.0 if "backward" in kernel else 1.0) + 1.0 / (1 + gated)
-    elif kernel in ("log_sums", "write_gradient"):  # with the copy that is overwritten
-        numbers, passes = tokens * words, 1 if kernel == "log_sums" else 4
-    elif kernel in ("add_norm_backward", "join_pair"):
-        passes = 5 if kernel == "add_norm_backward" else 8
-        rounds = tokens / sum_programs(width, gpu.processors)
-    elif kernel.endswith("_heads"):  # with angles, and the copy that is turned
-        numbers, issue = 3 * numbers, ISSUE[f"{kernel.replace('rotate', 'expand')}{'_normed' * bool(form)}"]
-        moved = 10 if kernel == "rotate_heads" else 8 if kernel == "gather_heads" and form else 6
-        passes = moved / 3 + 128 / 3 / width
-    elif kernel == "finish_sums":
-        numbers, passes = sum_programs(width, gpu.processors) * 3 * width, 2
-        rounds = -(-sum_programs(width, gpu.processors) // FINISH_ROWS)
-    issued = issue * numbers * (3 if kernel == "join_pair" else 1)
-    return kernel_micros(2.0 * passes * numbers, gpu, issued, rounds)
-
-
-def bisect(device: torch.device, tokens: int, width: int, words: int, gpu: Gpu) -> list[Comparison]:
+def bisect(device: torch.device, tokens: int, width: int, words: int) -> list[Comparison]:
     """Every kernel, in the order of a step, up to the first that differs."""
     found = []
     for case in cases(device, tokens, width, words):
-        one = Comparison(
-            case.name, difference(case.ours(), case.theirs()), expected(case.name, tokens, width, words, gpu)
-        )
+        one = Comparison(case.name, difference(case.ours(), case.theirs()))
         found.append(one)
         if one.differs:
             break
@@ -382,7 +332,7 @@ def bisect(device: torch.device, tokens: int, width: int, words: int, gpu: Gpu) 
     return found
 
 
-DOCUMENT, LONG = 512, 16384  # tokens: of a document in a step, and of one whose tiles run at their full rate
+DOCUMENT = 512  # tokens
 
 
 def implementations(capability: Capability) -> list[str]:
@@ -397,9 +347,7 @@ def attention_launch(documents: int, length: int, device: torch.device) -> Varle
     return VarlenLaunch(False, whole, whole, none, none, ends, ends, length, length)
 
 
-def bisect_attention(
-    names: list[str], device: torch.device, tokens: int, width: int, gpu: Gpu
-) -> Iterator[Comparison]:
+def bisect_attention(names: list[str], device: torch.device, tokens: int, width: int) -> Iterator[Comparison]:
     """Both directions of each implementation, without dropout; a package that does not work differs."""
     length, heads = min(DOCUMENT, tokens), width // HEAD_SIZE
     launch = attention_launch(tokens // length, length, device)
@@ -411,18 +359,10 @@ def bisect_attention(
     expected_out = F.scaled_dot_product_attention(*inputs)
     gradients = torch.autograd.grad(expected_out, inputs, grad)
     theirs = [x.transpose(1, 2).reshape(shape) for x in (expected_out, *gradients)]
-    lengths = np.full(tokens // length, float(length))
     for name in names:
         each = [
-            Comparison(
-                f"{kernel} {name}", float("nan"),
-                attention_micros(
-                    Work.flash(lengths, lengths, False, HEAD_SIZE, 0.0, backward, 0, name), heads, HEAD_SIZE, 0.0,
-                    backward, gpu, float(shape[0]),
-                ),
-            )
-            for backward, kernel in enumerate(("attention", "attention_backward"))
-        ]  # fmt: skip
+            Comparison(f"{kernel} {name}", float("nan")) for kernel in ("attention", "attention_backward")
+        ]
         try:
             measure_attention(name, drawn, launch, theirs, each)
         except (ConfigError, RuntimeError) as error:  # the package's
@@ -456,46 +396,9 @@ def measure_attention(
         found[1].measured_us = micros(backward)
 
 
-def constants(processors: int, names: list[str]) -> dict[str, Any]:
-    """Measured constants of gpus.yaml: a product in full waves, a copy, the shortest kernel, long attention.
-
-    Args: names: of implementations of attention that work.
-    """
-
-    def bf(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-
-    a, b = bf(processors * 128, 4096), bf(4096, 4096)
-    copied = bf(1 << 28)
-    found: dict[str, Any] = {
-        "matmul_tflops": 2.0 * a.shape[0] * 4096 * 4096 / micros(lambda: a @ b) / 1e6,
-        "bandwidth_tbs": 2.0 * copied.nbytes / micros(copied.clone) / 1e6,
-        "least_us": micros(lambda: a[:1].add_(0)),
-    }
-    launch = attention_launch(1, LONG, a.device)
-    for name, size in itertools.product(names, (64, 128)):
-        if name == "torch":  # no constant of its own
-            continue
-        use_attention(name)
-        kernel, q = varlen_kernel(torch.bfloat16), bf(LONG, 2048 // size, size)
-        out, state = kernel.forward(q, q, q, launch, 0.0)
-        flops = 4.0 * 2048 * LONG**2 / 1e6
-        forward = micros(lambda kernel=kernel, q=q: kernel.forward(q, q, q, launch, 0.0), 5)
-        backward = micros(
-            lambda kernel=kernel, q=q, out=out, state=state: kernel.backward(
-                q, q, q, q, out, state, launch, 0.0
-            ),
-            5,
-        )
-        found[f"{'flash' if name == 'fa2' else name}_{size}"] = [flops / forward, 2.5 * flops / backward]
-    use_attention("fa2")
-    return found
-
-
 def main() -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--gpu", default="h100", choices=tuple(GPUS), help="whose times are expected")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -504,20 +407,18 @@ def main() -> None:
     if not on_gpu:
         fused.DEVICES = ("cuda", "cpu")
     sizes = (8640, 1024, 30592) if on_gpu else (11, 128, 300)
-    device, gpu = torch.device(options.device), GPUS[options.gpu]
-    found, names = bisect(device, *sizes, gpu), []
+    device = torch.device(options.device)
+    found = bisect(device, *sizes)
     if on_gpu:
         names = implementations(torch.cuda.get_device_capability())
-        found += bisect_attention(names, device, *sizes[:2], gpu)
-    print(f"{'kernel':36}{'difference':>12}{'expected us':>13}{'measured us':>13}")
+        found += bisect_attention(names, device, *sizes[:2])
+    print(f"{'kernel':36}{'difference':>12}{'microseconds':>14}")
     for one in found:
         measured = "-" if one.measured_us is None else f"{one.measured_us:.1f}"
-        print(f"{one.name:36}{one.difference:12.1e}{one.expected_us if on_gpu else 0:13.1f}{measured:>13}")
+        print(f"{one.name:36}{one.difference:12.1e}{measured:>14}")
     first = next((one.name for one in found if one.differs), None)
     print(f"first that differs: {first or 'none'}")
-    answer: dict[str, Any] = {"first": first, "kernels": [asdict(one) for one in found], "constants": {}}
-    if on_gpu and first is None:
-        answer["constants"] = constants(torch.cuda.get_device_properties(0).multi_processor_count, names)
+    answer: dict[str, Any] = {"first": first, "kernels": [asdict(one) for one in found]}
     if options.json:
         options.json.write_text(json.dumps(answer, indent=1), encoding="utf-8")
     if first is not None:

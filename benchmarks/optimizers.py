@@ -3,8 +3,7 @@
 
 One process trains the same model with an engine for each, in turn (A B C A B C ...), so that a busy machine slows all
 of them, and medians are reported. A step is forward, backward and update of one sample of 512 tokens, clipping off.
-Bytes are those of weights in fp32, moments and averages, which ranks share at ZeRO 1 and 2. The last column is
-expected, not measured: the update of a 335M model on 8 GPUs by counts (`--dry-run`), with exchanges that AdamW lacks.
+Bytes are those of weights in fp32, moments and averages, which ranks share at ZeRO 1 and 2.
 """
 
 from __future__ import annotations
@@ -34,9 +33,6 @@ from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import Engine
 from megatron_lite.engine.plain import make_engine
-from megatron_lite.estimate.average_sequence import average_sequence
-from megatron_lite.estimate.gpus import gpu_named
-from megatron_lite.estimate.step_estimate import estimate
 from megatron_lite.model.batch import Batch
 from megatron_lite.parallel.context import initialize
 from megatron_lite.parallel.launch import Launch
@@ -48,7 +44,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "adamw, ema of each step": {"optimizer": {"clip_grad_norm": 0.0}, "ema": EMA},
     "adamw, ema of each 10th": {"optimizer": {"clip_grad_norm": 0.0}, "ema": {**EMA, "interval": 10}},
 }
-LARGE = {"num_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "vocab_size": VOCAB_SIZE}
 RATE, TIMEOUT_SECONDS = 1e-4, 600
 
 
@@ -62,7 +57,6 @@ class Row:
     update: float
     of_update: float
     bytes_per_parameter: float
-    expected_update_ms: float | None
 
 
 class Timed:
@@ -106,24 +100,6 @@ def bytes_per_parameter(engine: Engine) -> float:
     return (sum(storages.values()) + averaged) / count
 
 
-def expected_ms(kind: str, gpu: str) -> float:
-    """The update on a rank of 8, with the exchanges that AdamW does not have."""
-
-    def total(name: str) -> tuple[float, float]:
-        tree = {
-            "model": LARGE, "optimizer": {"kind": name}, "training": {"steps": 1, "precision": "bf16"},
-            "batch": {"micro_batch_size": 8, "global_batch_size": 64},
-        }  # fmt: skip
-        config = build(Config, tree)
-        found = estimate(config, 8, gpu_named(gpu), average_sequence(config))
-        return sum(found.kernel_ms.values()) + sum(found.communication_ms.values()), found.kernel_ms[
-            "optimizer"
-        ]
-
-    usual, update = total("adamw")
-    return update + total(kind)[0] - usual
-
-
 def measure(options: argparse.Namespace) -> list[Row]:
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed talks
         return _measure(options)
@@ -152,9 +128,8 @@ def _measure(options: argparse.Namespace) -> list[Row]:
             for mine, others in ((one.steps, first.steps), (one.updates, first.updates))
         ]
         kept = bytes_per_parameter(one.engine)
-        expected = expected_ms(name, options.gpu) if name in KINDS else None
         step, update = (statistics.median(seconds[1:]) for seconds in (one.steps, one.updates))
-        rows.append(Row(name, step, ratios[0], update, ratios[1], kept, expected))
+        rows.append(Row(name, step, ratios[0], update, ratios[1], kept))
     context.close()
     return rows
 
@@ -166,25 +141,20 @@ def main(arguments: list[str] | None = None) -> None:
     add("--hidden", type=int, default=512, help="hidden size, a multiple of 64 (default: 512)")
     add("--repeats", type=int, default=20, help="steps of each variant (default: 20)")
     add("--threads", type=int, default=1, help="threads of torch (default: 1)")
-    add("--gpu", default="h100", help="for the expected update (default: h100)")
     add("--json", type=Path, metavar="FILE", help="write the rows there too")
     options = parser.parse_args(arguments)
     check_at_least(options, 1, "layers", "repeats", "threads")
     check_at_least(options, 64, "hidden")
     check_places(result=options.json)
-    gpu_named(options.gpu)
     torch.set_num_threads(options.threads)
     keep_freed_memory()
     rows = measure(options)
-    print(
-        "| optimizer | step, ms | of AdamW's | update, ms | of AdamW's | bytes/parameter | expected update, ms |"
-    )
-    print("|---|---|---|---|---|---|---|")
+    print("| optimizer | step, ms | of AdamW's | update, ms | of AdamW's | bytes/parameter |")
+    print("|---|---|---|---|---|---|")
     for row in rows:
-        expected = "" if row.expected_update_ms is None else f"{row.expected_update_ms:.2f}"
         print(
             f"| {row.variant} | {1e3 * row.step:.0f} | {row.of_step:.3f} | {1e3 * row.update:.0f} | "
-            f"{row.of_update:.2f} | {row.bytes_per_parameter:.2f} | {expected} |"
+            f"{row.of_update:.2f} | {row.bytes_per_parameter:.2f} |"
         )
     if options.json:
         write_json(options.json, [asdict(row) for row in rows])

@@ -2,10 +2,9 @@
 
 Runs the tests marked `gpu` (attention, ZeRO and every layout against plain torch on the CPU, every objective, exact
 resume, NCCL on all GPUs, apex if it is installed), then the benchmarks, and writes one report, as report.md and as
-report.json. First comes each fused kernel beside torch's operators, and attention with each implementation that is
-installed, expected and measured: the first that differs is named, and the constants of
-megatron_lite/estimate/gpus.yaml are measured, which `--calibrate gpu_day/report.json` writes there. The exit status
-is 0 if everything passed, 1 if anything failed, 2 without a GPU.
+report.json. First comes each fused kernel compared with torch's operators, and attention with each implementation that
+is installed: the first that differs is named. The exit status is 0 if everything passed, 1 if anything failed, 2
+without a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ if __name__ == "__main__":
 import contextlib
 import json
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -30,11 +28,9 @@ from typing import Any
 from data_utils.common.errors import ArgumentParser, ConfigError, ExitStatus, run_command
 from data_utils.common.files import require_writable
 from megatron_lite.config.attention import IMPLEMENTATIONS
-from megatron_lite.estimate.gpus import CONSTANTS, calibrated, named_by_device
+from megatron_lite.estimate.gpus import named_by_device
 
 ROOT = Path(__file__).resolve().parents[1]
-KERNELS = "kernels compared with torch operators"
-_FORMER_KERNELS = "kernels beside torch's operators"  # in report.json of former versions
 GRACE_SECONDS = 10  # for a step that is asked to stop
 MACHINE = """
 import importlib.util, json, torch
@@ -73,22 +69,19 @@ class Result:
 
 
 def steps(gpus: int, gpu: str = "h100") -> list[Step]:
-    """The commands of the day, the most valuable first. Args: gpu: whose constants are expected."""
+    """The commands of the day, the most valuable first. Args: gpu: whose step is estimated."""
     ranks = str(min(8, 1 << (gpus.bit_length() - 1)))
     train_step = ("benchmarks/train_step.py", "--device", "cuda", "--no-transformers", "--json", "{json}")
     layouts = [f"1x1x{ranks}", f"1x1x{ranks}+zero2", f"1x1x{ranks}+zero3", f"2x1x{int(ranks) // 2}+sp"]
     launched = ("benchmarks/parallel.py", "--launched", "--shape", "base", "--dtype", "bf16", "--samples", "64",
                 "--micro-batch", "8", "--json", "{json}")  # fmt: skip
-    expected: tuple[str, ...] = ("scripts/profile_step.py", "--config", "configs/glm-large.yaml")
-    expected += ("--processes", "1", "--gpu", gpu, "--json", "{json}")
-    if platform.machine() != "x86_64":  # where the trace does not run
-        expected = ("pretrain_glm.py", "--config", "configs/glm-large.yaml", "--dry-run", "1", "--gpu", gpu)
+    estimate = ("pretrain_glm.py", "--config", "configs/glm-large.yaml", "--dry-run", "1", "--gpu", gpu)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
     return [
-        Step(KERNELS, ("benchmarks/kernels.py", "--gpu", gpu, "--json", "{json}"), 75),
+        Step("kernels compared with torch", ("benchmarks/kernels.py", "--json", "{json}"), 75),
         Step("tests", ("-m", "pytest", "tests/gpu", "-m", "gpu", "-v", "--junit-xml", "{json}"), 305),
         Step("training step, 335M", (*train_step, "--shapes", "large", "--micro-batch", "16"), 70),
-        Step(f"expected time of a 335M step on one {gpu}", expected, 60),
+        Step(f"estimate of a 335M step on one {gpu}", estimate, 60),
         Step("layouts", (*torchrun, *launched, "--layouts", *layouts), 50, least_gpus=2),
         Step("training step, 110M", (*train_step, "--shapes", "base", "--micro-batch", "32", "--optimizer"), 40),
     ]  # fmt: skip
@@ -203,47 +196,13 @@ def look_at_machine() -> dict[str, Any]:
     return {**machine, "attention": attention, "commit": commit or "unknown"}
 
 
-def calibrate(file: Path) -> None:
-    """Write what a day has measured to the file of constants. Raises ConfigError for a report without it."""
-    try:
-        everything = json.loads(file.read_text(encoding="utf-8"))
-        machine = everything["machine"]
-        (kernels,) = (
-            step["results"] for step in everything["steps"] if step["name"] in (KERNELS, _FORMER_KERNELS)
-        )
-        constants, device = kernels["constants"], machine["gpus"][0]
-        name = named_by_device(device, machine["gib"][0])
-    except (OSError, ValueError, KeyError, IndexError, TypeError):
-        raise ConfigError(
-            f"--calibrate is {file}, which is not a report.json with measured kernels."
-        ) from None
-    if name is None or not constants:
-        raise ConfigError(
-            f"--calibrate is {file}, but {device} has no constants there or is not in gpus.yaml; add its "
-            "section."
-        )
-    source = f"measured on {device}, torch {machine['torch']}, commit {machine['commit']}"
-    text = calibrated(CONSTANTS.read_text(encoding="utf-8"), name, constants, source)
-    CONSTANTS.write_text(text, encoding="utf-8")
-    print(f"{CONSTANTS}: {', '.join(constants)} of {name}")
-
-
 def main() -> ExitStatus:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument(
         "--output", type=Path, default=Path("gpu_day"), help="directory of the report (default: gpu_day)"
     )
     parser.add_argument("--seconds", type=float, default=590.0, help="total seconds (default: 590)")
-    parser.add_argument(
-        "--calibrate",
-        type=Path,
-        metavar="REPORT",
-        help="write the constants of a report.json to gpus.yaml and exit",
-    )
     options = parser.parse_args()
-    if options.calibrate:
-        calibrate(options.calibrate)
-        return ExitStatus.FINISHED
     machine = look_at_machine()
     if not machine["gpus"]:
         raise ConfigError(

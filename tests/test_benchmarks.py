@@ -295,9 +295,6 @@ def test_optimizers_are_measured_against_adamw(tmp_path):
     assert kept["adamw"] == kept["lamb"] == kept["stable_adamw"] == pytest.approx(12, abs=0.01)
     assert 4 < kept["adafactor"] < 4.1 < kept["muon"] < 12
     assert kept["adamw, ema of each step"] == pytest.approx(16, abs=0.01)
-    assert all(
-        row["expected_update_ms"] > rows["adamw"]["expected_update_ms"] for row in list(rows.values())[1:5]
-    )
 
 
 @pytest.mark.slow

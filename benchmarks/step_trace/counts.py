@@ -25,10 +25,6 @@ class Counts:
     unaligned: Counter[str] = field(default_factory=Counter)  # matmuls whose rows do not begin at 16 bytes
     collectives: Counter[str] = field(default_factory=Counter)  # group -> calls
     collective_bytes: Counter[str] = field(default_factory=Counter)  # group -> bytes of the largest tensor
-    collective_micros: Counter[str] = field(
-        default_factory=Counter
-    )  # group -> microseconds, if nothing overlaps
-    micros: Counter[str] = field(default_factory=Counter)  # kind of kernel -> microseconds by the roofline
     peak: float = 0  # bytes
 
     def tree(self) -> dict[str, Any]:

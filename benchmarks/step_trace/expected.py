@@ -10,21 +10,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import Any, cast
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from benchmarks.step_trace.counts import difference, extended, scaled
 from benchmarks.step_trace.request import Details, Expected, Request
-from benchmarks.step_trace.trace import Case, layer_units, with_layers
+from benchmarks.step_trace.trace import Case, layer_units
 from data_utils.common.settings import build
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.stage_counts import stage_shares
-from megatron_lite.estimate.gpus import HOST, gpu_named
-from megatron_lite.estimate.parameters import Stage, buckets, stages
-from megatron_lite.estimate.sizes import Sizes
-from megatron_lite.estimate.step_costs import add_gradients
-from megatron_lite.estimate.tally import Tally
-from megatron_lite.model.flops import step_flops
 
 TRACED_MICRO_BATCHES = 2
 # Phases that every micro-batch has, those of all but the last one, and those of a step.
@@ -32,12 +26,6 @@ _EVERY, _OTHERS, _ONCE = ("input", "forward"), ("backward", "sums"), ("last_back
 PLACES = ("waits", "pinned", "pageable", "unaligned", "attention")
 _WITHIN = (*_EVERY, *_OTHERS, "last_backward", "last_sums")
 _BACKWARD = ("backward", "last_backward")
-_COUNTED = {
-    "micros": "micros",
-    "collectives": "collectives",
-    "collective_bytes": "bytes",
-    "collective_micros": "ring_micros",
-}
 Run = Callable[[Case], dict[str, Any]]
 
 
@@ -50,18 +38,12 @@ class _Rank:
     traced: int  # micro-batches
     micro_batches: int
     result: dict[str, Any]
-    buckets: dict[str, Any]  # what the true number of buckets adds to a step, beside that of extended layers
 
     def of_step(self, key: str) -> Any:
         """A number, or numbers by name, of a whole step."""
         others = (self.micro_batches - 1) / (self.traced - 1) if self.traced > 1 else 0.0
         factors = dict.fromkeys(_EVERY, self.micro_batches / self.traced) | dict.fromkeys(_ONCE, 1.0)
-        found, more = _weighted(self.phases, key, factors | dict.fromkeys(_OTHERS, others)), self.buckets[key]
-        if not isinstance(found, dict):
-            return found + more
-        return {
-            name: found.get(name, 0.0) + more.get(name, 0.0) for name in sorted(found.keys() | more.keys())
-        }
+        return _weighted(self.phases, key, factors | dict.fromkeys(_OTHERS, others))
 
     def of_micro_batch(self, key: str) -> Any:
         """A number of one micro-batch, the mean over those of the traced step."""
@@ -70,14 +52,6 @@ class _Rank:
     def of_layer(self, key: str, *phases: str) -> Any:
         """The count `key` per layer and micro-batch, summed over these phases."""
         return _weighted(self.layer, key, dict.fromkeys(phases, 1.0 / self.traced))
-
-    @property
-    def launches(self) -> float:
-        return self.of_step("launches") + sum(self.of_step("collectives").values())
-
-    @property
-    def roofline_ms(self) -> float:
-        return sum(self.of_step("micros").values()) / 1e3
 
     @property
     def peak_gib(self) -> float:
@@ -95,7 +69,7 @@ def _weighted(phases: dict[str, Any], key: str, factors: dict[str, float]) -> An
     return {name: value for name, value in total.items() if value}
 
 
-def expect(request: Request, launch_us: float, run: Run) -> dict[str, Any]:
+def expect(request: Request, run: Run) -> dict[str, Any]:
     """{"expected": .., "details": ..} of a layout, or what `run` answers for a rank that fails.
 
     Args: run: traces a case, see `run_case`.
@@ -113,8 +87,8 @@ def expect(request: Request, launch_us: float, run: Run) -> dict[str, Any]:
             if "phases" not in result:
                 return result
         sent = sent or less["sent"]
-        ranks.append(_rank(request, config, stage, less, more, depth, layers - depth, step))
-    return _answer(config, request, launch_us, ranks)
+        ranks.append(_rank(request, config, less, more, layers - depth, step))
+    return _answer(ranks)
 
 
 def _period(config: Config) -> int:
@@ -150,10 +124,8 @@ def _cases(request: Request, config: Config, stage: int, depth: int, step: int, 
 def _rank(
     request: Request,
     config: Config,
-    place: int,
     less: dict[str, Any],
     more: dict[str, Any],
-    depth: int,
     layers: int,
     step: int,
 ) -> _Rank:
@@ -167,57 +139,10 @@ def _rank(
         scaled(difference(second, first), 1 / unit / step),
         *_micro_batches(request, config),
         {**less, "rank_parameters": fullest},
-        _bucket_costs(request, config, place, depth, layers, step),
     )
 
 
-def _bucket_costs(
-    request: Request, config: Config, place: int, depth: int, layers: int, step: int
-) -> dict[str, Any]:
-    """Costs of sums, exchange and update of gradients with all layers, beside `layers` more than `depth` extended.
-
-    Buckets fill up in steps of many layers, not layer by layer.
-    """
-    sizes = Sizes(config, request.processes, cast(Any, None))
-
-    def costs(count: int) -> dict[str, Any]:
-        tally = Tally(gpu_named(request.gpu))
-        if config.parallel.zero_stage < 3 and layers:
-            add_gradients(tally, buckets(_cut_stage(sizes, place, count), sizes), sizes)
-        found = {key: dict(getattr(tally, name)) for key, name in _COUNTED.items()}
-        return {**found, "launches": tally.launches}
-
-    return difference(costs(depth + layers), extended(costs(depth), costs(depth + step), layers / step))
-
-
-def _cut_stage(sizes: Sizes, place: int, count: int) -> Stage:
-    """A pipeline stage with so many of its blocks; of a single stage, with so many units of layers."""
-    if sizes.pp == 1:
-        return stages(replace(sizes, config=with_layers(sizes.config, count)))[0]
-    whole = stages(sizes)[place]
-    kept = {f"layers.{whole.first_block + i}." for i in range(count)}
-    return replace(
-        whole,
-        parameters=tuple(
-            p for p in whole.parameters if p.name[:7] != "layers." or p.name.startswith(tuple(kept))
-        ),
-    )
-
-
-def _answer(config: Config, request: Request, launch_us: float, ranks: list[_Rank]) -> dict[str, Any]:
-    gpu, micro_batches = gpu_named(request.gpu), ranks[0].micro_batches
-    parallel = config.parallel
-    bubble = 1 + (parallel.pipeline_parallel_size - 1) / micro_batches
-    host, rows = replace(HOST, operation_us=launch_us), config.batch.micro_batch_size * micro_batches
-    slowest = max(ranks, key=lambda rank: max(host.millis(rank.launches, 0), rank.roofline_ms))
-    host_ms = host.millis(max(rank.launches for rank in ranks), rows * config.row_length / 512) * bubble
-    roofline_ms = max(rank.roofline_ms for rank in ranks) * bubble
-    work = [
-        ranks[0].result[key] / ranks[0].traced * micro_batches
-        for key in ("tokens", "loss_tokens", "visible_keys", "decoder_tokens", "decoder_keys")
-    ]
-    dp = parallel.data_parallel_size(request.processes)
-    flops = step_flops(config.model, *map(int, work)) * dp / request.processes
+def _answer(ranks: list[_Rank]) -> dict[str, Any]:
     expected = Expected(
         attention_calls_per_layer=max(sum(rank.of_layer("attention", "forward").values()) for rank in ranks),
         launches_per_layer_forward=max(rank.of_layer("launches", "forward") for rank in ranks),
@@ -232,25 +157,15 @@ def _answer(config: Config, request: Request, launch_us: float, ranks: list[_Ran
         unaligned_matmuls=max(sum(rank.of_micro_batch("unaligned").values()) for rank in ranks),
         collective_mb={name: size / 1e6 for name, size in _most(ranks, "collective_bytes").items()},
         peak_gib=max(rank.peak_gib for rank in ranks),
-        host_ms=host_ms,
-        roofline_ms=roofline_ms,
-        expected_mfu=flops / (max(host_ms, roofline_ms) / 1e3) / (gpu.peak_tflops * 1e12),
     )
     details = Details(
         places={key: _most_of_micro_batch(ranks, key) for key in PLACES},
         step_places=max(
             (rank.phases["step"]["waits"] for rank in ranks), key=lambda places: sum(places.values())
         ),
-        kinds={kind: micros / 1e3 for kind, micros in slowest.of_step("micros").items()},
-        communication_ms={name: micros / 1e3 for name, micros in _most(ranks, "collective_micros").items()},
-        collectives=_most(ranks, "collectives"),
-        launches=max(rank.launches for rank in ranks),
         sums_per_layer=max(rank.of_layer("sums", *_BACKWARD) for rank in ranks),
-        launch_us=launch_us,
-        bubble=bubble,
         stage_gib=[rank.peak_gib for rank in ranks],
         rank_parameters=max(rank.result["rank_parameters"] for rank in ranks),
-        tokens=work[0] * dp,
     )
     return {"expected": asdict(expected), "details": asdict(details)}
 

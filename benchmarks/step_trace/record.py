@@ -1,4 +1,4 @@
-"""A dispatch mode that keeps host tensors real and device tensors fake, and records what every operation costs.
+"""A dispatch mode that keeps host tensors real and device tensors fake, and counts operations, waits, copies and bytes.
 
 Operations on the host run. Operations on `cuda` have shapes and memory but no values, except small tensors that came
 from the host: these keep their values, so that what a program reads back decides as on a GPU. A number that nobody
@@ -21,9 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from benchmarks.step_trace.counts import PHASES, Counts
-from benchmarks.step_trace.operations import collective_micros, cost_of, is_attention
-from megatron_lite.estimate.gpus import Gpu
-from megatron_lite.estimate.roofline import RankGroup
+from megatron_lite.estimate.sizes import RankGroup
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT_ELEMENTS = 1 << 18  # of the largest result that is computed on the host beside the device
@@ -49,6 +47,11 @@ _VALUES_DECIDE_SHAPES = {
     "bincount",
 }
 _MATMULS = {"mm", "addmm", "bmm", "baddbmm"}
+
+
+def is_attention(name: str) -> bool:
+    """Whether an operation is a kernel of attention, forward or backward."""
+    return "attention" in name or name == "_varlen_attn_out"
 
 
 def place() -> str:
@@ -92,9 +95,8 @@ class Recorder(TorchDispatchMode):
     Args: group_of: the group of a collective call, None for one without other ranks.
     """
 
-    def __init__(self, gpu: Gpu, group_of: Callable[[Any, Any], RankGroup | None]):
+    def __init__(self, group_of: Callable[[Any, Any], RankGroup | None]):
         super().__init__()
-        self.gpu = gpu
         self.group_of = group_of
         self.memory = Memory()
         self.phase = "input"
@@ -122,7 +124,7 @@ class Recorder(TorchDispatchMode):
         return self._addresses.setdefault(storage, next(self._next_address)), tensor.storage_offset()
 
     def capture(self, run: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
-        """As graphs.capture: what is captured costs the device its time at each replay, and the host one launch."""
+        """As graphs.capture: a replay is one launch of the host."""
         before, self.counts = self.counts, {phase: Counts() for phase in PHASES}
         results = run()
         found, self.counts = self.now, before
@@ -131,7 +133,7 @@ class Recorder(TorchDispatchMode):
 
         def replay() -> None:
             self.now.launches += 1
-            for name in ("micros", "attention", "unaligned"):
+            for name in ("attention", "unaligned"):
                 getattr(self.now, name).update(getattr(found, name))
             self._peak()
 
@@ -286,8 +288,6 @@ class Recorder(TorchDispatchMode):
                 now.unaligned[f"{place()} {name}, rows of {rows[0]}"] += 1
         if is_attention(name) and "backward" not in name and self.phase == "forward":
             now.attention[place()] += 1
-        kind, micros = cost_of(func, name, args, kwargs, out, self.gpu, self.phase)
-        now.micros[kind] += micros  # type: ignore[assignment]
 
     def _count_collective(self, func: Any, args: Any, kwargs: Any) -> None:
         group = self.group_of(func, args)
@@ -296,8 +296,6 @@ class Recorder(TorchDispatchMode):
         size = max((t.nbytes for t in _tensors((args, kwargs))), default=0)
         self.now.collectives[group.name] += 1
         self.now.collective_bytes[group.name] += size
-        micros = collective_micros(func, size, group, self.gpu)
-        self.now.collective_micros[group.name] += micros  # type: ignore[assignment]
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:

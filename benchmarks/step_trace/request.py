@@ -17,8 +17,6 @@ from megatron_lite.config.tree import Config
 from megatron_lite.estimate.gpus import Gpu
 from megatron_lite.estimate.step_estimate import require_one_transformer
 
-# Assumed: microseconds that cudaLaunchKernel and the caching allocator take beyond an operation on the CPU.
-CUDA_LAUNCH_US = 2.5
 TRACED_LAYERS = 2  # and one more: equal layers cost the same
 
 
@@ -43,7 +41,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Expected:
-    """A training step on one rank, of a pipeline on the rank that has most. Times are of a step."""
+    """A training step on one rank, of a pipeline on the rank that has most."""
 
     attention_calls_per_layer: float
     launches_per_layer_forward: float
@@ -53,9 +51,6 @@ class Expected:
     unaligned_matmuls: float  # of a micro-batch
     collective_mb: dict[str, float]  # of a step: the largest tensor of each call, by group
     peak_gib: float
-    host_ms: float
-    roofline_ms: float
-    expected_mfu: float
 
 
 @dataclass(frozen=True)
@@ -66,18 +61,11 @@ class Details:
         str, dict[str, float]
     ]  # waits, pinned, pageable, unaligned, attention -> place -> times of a micro-batch
     step_places: dict[str, float]  # waits of a step beside those of its micro-batches
-    kinds: dict[str, float]  # kind of kernel -> ms of a step, of the slowest rank
-    communication_ms: dict[str, float]  # group -> ms of a step, if nothing overlaps
-    collectives: dict[str, float]  # group -> calls of a step
-    launches: float  # of a step
     sums_per_layer: (
         float  # launches by which the optimizer takes gradients, beside those of the backward pass
     )
-    launch_us: float  # of the host
-    bubble: float  # factor of both times: a pipeline's fill and drain
     stage_gib: list[float]  # peak of each traced pipeline stage
     rank_parameters: float  # of the fullest rank
-    tokens: float  # of a step of all ranks, without padding
 
 
 @dataclass(frozen=True)

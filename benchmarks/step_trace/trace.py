@@ -32,7 +32,7 @@ from megatron_lite.engine import plain
 from megatron_lite.engine.engine import Engine
 from megatron_lite.estimate.batches import random_batches
 from megatron_lite.estimate.gpus import gpu_named
-from megatron_lite.estimate.roofline import RankGroup
+from megatron_lite.estimate.sizes import RankGroup
 from megatron_lite.model import build as models
 from megatron_lite.model.kernels.fused import choose_kernels
 from megatron_lite.model.kernels.varlen_kernels import use_attention
@@ -80,7 +80,7 @@ def fake_rank(case: Case) -> Iterator[Rank]:
     gpu = gpu_named(case.gpu)
     use_attention(choose(config, gpu.capability).name, activate=False)  # nothing runs: no package is needed
     groups = _Groups()
-    recorder = Recorder(gpu, groups.of)
+    recorder = Recorder(groups.of)
     patch(recorder, gpu)
     with FakeTensorMode(allow_non_fake_inputs=True), recorder:
         context = _context(config, case)
@@ -105,11 +105,6 @@ def run_case(case: Case) -> dict[str, Any]:
         "static_bytes": static,
         "sent": sent,
         "rank_parameters": sum(p.numel() for p in engine.named_parameters.values()),
-        "tokens": sum(batch.tokens for batch in batches),
-        "loss_tokens": sum(batch.loss_tokens for batch in batches),
-        "visible_keys": sum(batch.layer_keys(build(Config, case.tree).model) for batch in batches),
-        "decoder_tokens": sum(batch.decoder_tokens for batch in batches),
-        "decoder_keys": sum(batch.decoder_keys for batch in batches),
     }
 
 

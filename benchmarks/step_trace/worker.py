@@ -19,7 +19,6 @@ import torch
 
 from benchmarks.step_trace import guards
 from benchmarks.step_trace.expected import expect
-from benchmarks.step_trace.host import launch_us
 from benchmarks.step_trace.request import Request
 from benchmarks.step_trace.trace import Case, run_case
 from data_utils.common.errors import UserError, run_command
@@ -75,9 +74,8 @@ def main() -> None:
     guards.require_known()
     requests = [Request(**tree) for tree in json.load(sys.stdin)]
     load_libraries()
-    cost = forked(lambda: {"launch_us": launch_us()})["launch_us"]
     for request in requests:
-        print(json.dumps(expect(request, cost, traced)), flush=True)
+        print(json.dumps(expect(request, traced)), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 
 from data_utils.common.errors import ConfigError
 from megatron_lite.config.tree import Config
-from megatron_lite.estimate.average_sequence import AverageSequence, average_sequence
+from megatron_lite.estimate.average_sequence import AverageSequence
 from megatron_lite.estimate.gpus import Gpu
-from megatron_lite.estimate.step_estimate import Estimate, estimate
+from megatron_lite.estimate.step_estimate import EFFICIENCY, Estimate, estimate
 
 MOST_MICRO_BATCH = 64
 Phase = tuple[Config, AverageSequence, Estimate]  # a phase as a separate run, and its estimate
-LOSS_ROWS = 2048  # positions of a chunk of logits: sixteen tiles, so that most waves are full
-MOST_CHANGE = 1.0  # relative change of a step's samples in a proposal
+LOSS_ROWS = 2048  # positions of a chunk of logits: sixteen tiles of a product
+COARSE = 1.1  # times within this factor count as equal: the estimate knows no kernels
 
 
 @dataclass(frozen=True)
@@ -81,26 +81,37 @@ def possible_layouts(config: Config, processes: int) -> Iterator[ParallelLayout]
 
 
 def advise(
-    config: Config, processes: int, gpu: Gpu, sequence: AverageSequence, current: Estimate
+    config: Config,
+    processes: int,
+    gpu: Gpu,
+    sequence: AverageSequence,
+    current: Estimate,
+    efficiency: float = EFFICIENCY,
 ) -> tuple[ParallelLayout | None, Estimate] | None:
-    """The layout with the shortest step of those that fit; None if none fits.
+    """The simplest of the layouts that fit and are about as fast as the fastest; None if none fits.
 
-    The current layout, which the result names by None, stays unless it does not fit, or another one is faster both
-    with and without overlap of communication.
+    The current layout, which the result names by None, stays unless it does not fit or another one is clearly faster.
 
     Args: current: the estimate of the configuration's layout.
     """
-    candidates: list[tuple[ParallelLayout | None, Estimate]] = []
+    found: list[tuple[ParallelLayout, Estimate]] = []
     for layout in possible_layouts(config, processes):
         try:
-            other = estimate(layout.applied(config), processes, gpu, sequence)
+            other = estimate(layout.applied(config), processes, gpu, sequence, efficiency)
         except ConfigError:  # for example lengths that tensor parallelism does not divide
             continue
-        if other.fits(gpu) and (not current.fits(gpu) or _is_faster(other, current)):
-            candidates.append((layout, other))
-    if current.fits(gpu):
-        candidates.insert(0, (None, current))
-    return min(candidates, key=lambda candidate: candidate[1].step_ms) if candidates else None
+        if other.fits(gpu):
+            found.append((layout, other))
+    steps = [one.step_ms for _, one in found]
+    if current.fits(gpu) and current.step_ms <= COARSE * min(steps, default=math.inf):
+        return None, current
+    near = [one for one in found if one[1].step_ms <= COARSE * min(steps)]
+    # Few ranks that wait for each other, and large micro-batches, which reach more of the peak.
+    return min(
+        near,
+        key=lambda one: (one[0].tensor * one[0].pipeline, one[0].tensor, -one[0].micro_batch, one[1].step_ms),
+        default=None,
+    )
 
 
 def advise_for_all_phases(
@@ -108,6 +119,7 @@ def advise_for_all_phases(
     advised: Sequence[tuple[ParallelLayout | None, Estimate] | None],
     processes: int,
     gpu: Gpu,
+    efficiency: float = EFFICIENCY,
 ) -> str:
     """Advice for a run of several phases, which share a layout: the phase's layout that makes the whole run shortest.
 
@@ -121,7 +133,8 @@ def advise_for_all_phases(
             phase_layout = None if best is None else best[0]
             micro = config.batch.micro_batch_size if phase_layout is None else phase_layout.micro_batch
             try:
-                phase = estimate(replace(layout, micro_batch=micro).applied(config), processes, gpu, sequence)
+                applied = replace(layout, micro_batch=micro).applied(config)
+                phase = estimate(applied, processes, gpu, sequence, efficiency)
             except ConfigError:
                 return math.inf
             sizes.add((micro, config.row_length))
@@ -134,63 +147,14 @@ def advise_for_all_phases(
         phase.step_ms * config.training.steps / 3600e3 for config, _, phase in phases if phase.fits(gpu)
     ]
     if len(current) == len(phases) and sum(current) <= least:
-        return f"keep this layout: at most {sum(current):.3g} hours."
+        return f"keep this layout: about {sum(current):.3g} hours."
     if least == math.inf:
         return (
             f"no layout recommended for one phase fits all phases on {processes} x {gpu.name}; use more GPUs."
         )
     return (
         f"parallel.* and training.recompute as recommended for phase {number}, batch.micro_batch_size in "
-        f"the batch of each phase: at most {least:.3g} hours."
-    )
-
-
-def propose_full_waves(
-    config: Config, processes: int, gpu: Gpu, sequence: AverageSequence, current: Estimate
-) -> tuple[str, Estimate] | None:
-    """A micro-batch, or shorter sequences, whose products fill whole waves of tiles: settings, and their estimate.
-
-    Most of them change the training (`is_same_recipe`), so they are proposed and not advised. None if nothing is 3 %
-    faster.
-
-    Args: current: the estimate of the configuration.
-    """
-    dp, batch = config.parallel.data_parallel_size(processes), config.batch
-    lengths = {config.data.sequence_length: (config, sequence)}
-    # Slightly shorter sequences may fill whole waves.
-    for share in (0.98, 0.96, 0.94):
-        length = int(share * config.data.sequence_length)
-        shorter = replace(config, data=replace(config.data, sequence_length=length))
-        lengths[length] = shorter, average_sequence(shorter)
-    candidates: list[tuple[dict[str, int], Estimate]] = []
-    for length, (config_of_length, sequence_of_length) in lengths.items():
-        for micro in range(1, MOST_MICRO_BATCH + 1):
-            samples = max(1, round(batch.global_batch_size / dp / micro)) * dp * micro
-            sized = replace(
-                config_of_length,
-                batch=replace(batch, micro_batch_size=micro, global_batch_size=samples),
-            )
-            other = estimate(sized, processes, gpu, sequence_of_length)
-            if not other.fits(gpu):
-                break  # a larger micro-batch needs more memory
-            if abs(samples / batch.global_batch_size - 1) <= MOST_CHANGE:
-                settings = {"batch.micro_batch_size": micro, "batch.global_batch_size": samples}
-                candidates.append(({**settings, "data.sequence_length": length}, other))
-    settings, best = max(candidates, key=lambda candidate: _rate(candidate[1]), default=({}, current))
-    if _rate(best) <= 1.03 * _rate(current):
-        return None
-    values = (batch.micro_batch_size, batch.global_batch_size, config.data.sequence_length)
-    changed = [f"{key}={new}" for (key, new), old in zip(settings.items(), values, strict=True) if new != old]
-    return " ".join(changed), best
-
-
-def is_same_recipe(settings: str, config: Config) -> bool:
-    """Whether training is the same with the settings of `propose_full_waves`."""
-    # mean_of_means: a mean over micro-batches depends on their size.
-    return (
-        "batch.global_batch_size" not in settings
-        and "data.sequence_length" not in settings
-        and config.training.loss_normalization != "mean_of_means"
+        f"the batch of each phase: about {least:.3g} hours."
     )
 
 
@@ -206,13 +170,3 @@ def propose_loss_chunks(
         return None
     other = estimate(chunked, processes, gpu, sequence)
     return (f"training.loss_rows={LOSS_ROWS}", other) if other.peak_gib < 0.9 * current.peak_gib else None
-
-
-def _rate(one: Estimate) -> float:
-    """Tokens per millisecond."""
-    return one.tokens / one.step_ms
-
-
-def _is_faster(one: Estimate, other: Estimate) -> bool:
-    # Both times, with communication hidden and not: the output shows both, so neither may grow.
-    return one.step_ms < other.step_ms and one.busy_ms <= other.busy_ms

@@ -14,13 +14,12 @@ from megatron_lite.estimate.advice import (
     Phase,
     advise,
     advise_for_all_phases,
-    is_same_recipe,
-    propose_full_waves,
     propose_loss_chunks,
 )
 from megatron_lite.estimate.average_sequence import AverageSequence, average_sequence
-from megatron_lite.estimate.gpus import HOST, Gpu, gpu_named
+from megatron_lite.estimate.gpus import Gpu, gpu_named
 from megatron_lite.estimate.step_estimate import (
+    EFFICIENCY,
     RESERVED_GIB,
     Estimate,
     estimate,
@@ -31,8 +30,13 @@ from megatron_lite.model.build import model_spec
 _WIDTH, _INDENT = 116, 18  # columns of a line of the report, and of its continuation
 
 
-def dry_run(config: Config, processes: int, gpu_name: str) -> None:
-    """Print the report and the advice for a number of processes. Raises: ConfigError."""
+def dry_run(config: Config, processes: int, gpu_name: str, efficiency: float = EFFICIENCY) -> None:
+    """Print the report and the advice for a number of processes. Raises: ConfigError.
+
+    Args: efficiency: share of the GPU's peak that computation reaches.
+    """
+    if not 0 < efficiency <= 1:
+        raise ConfigError(f"--efficiency is {efficiency:g}; it must be above 0 and at most 1.")
     if processes < 1:
         raise ConfigError(f"--dry-run is {processes}; it must be a number of processes, at least 1.")
     require_no_decoder_config(config)
@@ -60,64 +64,64 @@ def dry_run(config: Config, processes: int, gpu_name: str) -> None:
     phases: list[Phase] = []
     for phase, line in zip(phase_plan.alone(), phase_plan.lines() or [""], strict=True):
         sequence = average_sequence(phase)
-        phases.append((phase, sequence, estimate(phase, processes, gpu, sequence)))
-        print(f"{line}\n" * bool(line) + dry_run_report(phase, processes, gpu, phases[-1][2]))
+        phases.append((phase, sequence, estimate(phase, processes, gpu, sequence, efficiency)))
+        print(f"{line}\n" * bool(line) + dry_run_report(phase, processes, gpu, phases[-1][2], efficiency))
     print(folded(f"attention         {attention}"))
     for line in reading:
         print(folded(f"text              {line}"), flush=True)
     advised = [
-        _advice(number * (len(phases) > 1), *phase, processes, gpu) for number, phase in enumerate(phases, 1)
+        _advice(number * (len(phases) > 1), *phase, processes, gpu, efficiency)
+        for number, phase in enumerate(phases, 1)
     ]
     if len(phases) > 1:
-        print("\n" + folded(f"all phases        {advise_for_all_phases(phases, advised, processes, gpu)}"))
+        whole = advise_for_all_phases(phases, advised, processes, gpu, efficiency)
+        print("\n" + folded(f"all phases        {whole}"))
 
 
 def _advice(
-    number: int, config: Config, sequence: AverageSequence, current: Estimate, processes: int, gpu: Gpu
+    number: int,
+    config: Config,
+    sequence: AverageSequence,
+    current: Estimate,
+    processes: int,
+    gpu: Gpu,
+    efficiency: float,
 ) -> tuple[ParallelLayout | None, Estimate] | None:
     """Print proposals and `advise`, which it returns. Args: number: of the phase; 0 = the run has none."""
     name, start = f" {number}" if number else "", "" if number else "\n"
-    full_waves = propose_full_waves(config, processes, gpu, sequence, current)
-    if full_waves is not None:
-        settings, other = full_waves
-        gain = other.tokens / other.step_ms * current.step_ms / current.tokens - 1
-        mfu = " -> ".join(f"{one.mfu_without_overlap(gpu):.1%}" for one in (current, other))
-        recipe = "same training recipe" if is_same_recipe(settings, config) else "another recipe"
-        print(
-            folded(
-                f"fills the GPU{name:5}{settings}: {gain:+.1%} tokens/s, MFU {mfu} without overlap, padding "
-                f"{current.padding:.1%} -> {other.padding:.1%} to {other.lengths}; {recipe}"
-            )
-        )
     loss_chunks = propose_loss_chunks(config, processes, gpu, sequence, current)
     if loss_chunks is not None:
         setting, other = loss_chunks
         print(
             folded(
-                f"less memory{name:7}{setting}: {current.peak_gib:.2f} -> {other.peak_gib:.2f} GiB peak, step time "
-                f"{other.step_ms / current.step_ms - 1:+.1%}"
+                f"less memory{name:7}{setting}: {current.peak_gib:.2f} -> {other.peak_gib:.2f} GiB peak, for the LM "
+                "head's product once more"
             )
         )
-    advised = advise(config, processes, gpu, sequence, current)
+    advised = advise(config, processes, gpu, sequence, current, efficiency)
     title = f"{start}{f'advice, phase{name}' if number else 'advice':18}"
     if advised is None:
         print(f"{title}no layout fits {processes} x {gpu.name}; use more GPUs.")
     elif advised[0] is None:
-        print(f"{title}keep this layout: no other layout that fits is faster.")
+        print(f"{title}keep this layout: no other one that fits is clearly faster.")
     else:
         print(f"{title}{advised[0].settings()}{start}")
         if not number:
-            print(dry_run_report(advised[0].applied(config), processes, gpu, advised[1]))
+            print(dry_run_report(advised[0].applied(config), processes, gpu, advised[1], efficiency))
     return advised
 
 
-def dry_run_report(config: Config, processes: int, gpu: Gpu, result: Estimate) -> str:
+def dry_run_report(
+    config: Config, processes: int, gpu: Gpu, result: Estimate, efficiency: float = EFFICIENCY
+) -> str:
     """The report of one layout, for a terminal."""
     parallel = config.parallel
     dp = parallel.data_parallel_size(processes)
     passes = config.batch.accumulation_steps(dp)
     fit = "fits" if result.fits(gpu) else "DOES NOT FIT"
     memory = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in vars(result.peak).items() if size)
+    sent = ", ".join(f"{group} {size:,.0f} MB" for group, size in result.communication_mb.items()) or "none"
+    bubble = f", x {result.bubble:.3g} for the pipeline's fill and drain" if result.bubble > 1 else ""
     return "\n".join(
         folded(line)
         for line in [
@@ -128,16 +132,16 @@ def dry_run_report(config: Config, processes: int, gpu: Gpu, result: Estimate) -
             f"{parallel.tensor_parallel_size}, ZeRO {parallel.zero_stage}, recompute "
             f"{config.training.recompute}, {passes} micro-batch{'es' * (passes > 1)} of "
             f"{config.batch.micro_batch_size} x {config.row_length} tokens per step",
-            f"device            {gpu.describe(config.training.attention)}; host overhead {HOST.operation_us:g} us "
-            f"per operation, {HOST.public_call_us:g} us more per forward launch of FlashAttention without dropout, and "
-            f"{HOST.row_us:g} us per sequence of 512 tokens",
             f"memory            {result.peak_gib:.2f} GiB peak on the largest rank ({memory}); with "
             f"{RESERVED_GIB:g} GiB for CUDA, NCCL and fragmentation it\N{NO-BREAK SPACE}{fit} "
             f"{gpu.memory_gib:g} GiB",
-            f"step              {result.tokens:,.0f} tokens, padding {result.padding:.1%} to {result.lengths}; "
-            f"GPU {result.roofline_ms:,.0f} ms, host {result.host_ms:,.0f} ms for {result.launches:,.0f} "
-            f"operations, communication {sum(result.communication_ms.values()):,.0f} ms",
+            f"step              {result.tokens:,.0f} tokens; computation {result.compute_ms:,.0f} ms{bubble}, "
+            f"communication {sum(result.communication_ms.values()):,.0f} ms ({sent}), of which the step waits for "
+            f"{result.waiting_ms:,.0f} ms",
             _speed(config, gpu, result),
+            f"assumed           {gpu.name}: computation at {efficiency:g} of {gpu.peak_tflops:g} TFLOP/s "
+            f"(--efficiency), {gpu.link_gbs:g} GB/s within a node, {gpu.network_gbs:g} GB/s per GPU between nodes; "
+            "nothing is measured",
         ]
     )
 
@@ -152,10 +156,7 @@ def folded(line: str) -> str:
 
 
 def _speed(config: Config, gpu: Gpu, result: Estimate) -> str:
-    """Tokens/s and MFU if all communication overlaps, and if none does."""
-    least = result.step_ms
-    slow, fast = (result.tokens / ms * 1e3 for ms in (least, result.busy_ms))
-    hours = config.training.steps * least / 3600e3
+    hours = config.training.steps * result.step_ms / 3600e3
     duration = (
         f"{hours / 24:.3g} days"
         if hours >= 48
@@ -164,7 +165,6 @@ def _speed(config: Config, gpu: Gpu, result: Estimate) -> str:
         else f"{hours * 60:.3g} minutes"
     )
     return (
-        f"speed             {slow:,.0f} to {fast:,.0f} tokens/s, MFU {result.mfu_without_overlap(gpu):.1%} "
-        f"to {result.mfu(gpu):.1%} without and with full overlap of communication; "
-        f"{config.training.steps:,} steps take at most {duration}"
+        f"speed             about {result.tokens / result.step_ms * 1e3:,.0f} tokens/s, MFU {result.mfu(gpu):.1%}; "
+        f"{config.training.steps:,} steps take about {duration}"
     )

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lite.estimate.block_costs import BlockCosts, table_bytes
+from megatron_lite.estimate.average_sequence import AttentionLaunch
+from megatron_lite.estimate.communication import LIVE_PARAMETERS
 from megatron_lite.estimate.parameters import Stage, buckets
 from megatron_lite.estimate.sizes import Sizes
-from megatron_lite.estimate.step_costs import LIVE_PARAMETERS, STAGE_3_BUCKET, loss_chunks
 from megatron_lite.model.cuda_graphs import MOST_SHAPES, RESULTS
 
+STAGE_3_BUCKET = (
+    500_000_000  # numbers of DeepSpeed's buffer for gradients at ZeRO 3, unless reduce_bucket_size is set
+)
 _SUMS = 64 * 4  # bytes of partial sums per feature, in the gradient of the activation's bias
 
 
@@ -79,9 +82,24 @@ def _graphs(stage: Stage, s: Sizes) -> float:
 
 def _blocks(stage: Stage, s: Sizes) -> list[tuple[bool, int]]:
     """(is_decoder, number) of the stage's blocks."""
-    encoders = max(0, min(stage.first_block + stage.blocks, s.config.model.num_layers) - stage.first_block)
-    counts = ((False, encoders), (True, stage.blocks - encoders))
-    return [(is_decoder, count) for is_decoder, count in counts if count]
+    encoders, decoders = stage.block_counts(s.config.model.num_layers)
+    return [(is_decoder, count) for is_decoder, count in ((False, encoders), (True, decoders)) if count]
+
+
+def attention_launches(s: Sizes, is_decoder: bool) -> list[AttentionLaunch]:
+    """The attention launches of a micro-batch; padding is queries of the first one."""
+    stack, micro = s.stack(is_decoder), s.config.batch.micro_batch_size
+    launches = [launch.times(micro) for launch in stack.attention]
+    if stack.kernel == "varlen" and launches:
+        padding = max(0.0, s.tokens(is_decoder) - sum(launch.queries for launch in launches))
+        launches[0] = launches[0].plus(AttentionLaunch(padding))
+    return launches
+
+
+def _table_bytes(s: Sizes, is_decoder: bool) -> float:
+    """A layer's products of queries, or of keys, with the vectors of buckets or of distances."""
+    rows = s.distances if s.config.model.has_distance_scores else s.config.model.position_rows
+    return s.tokens(is_decoder) * s.heads * rows * s.element
 
 
 def _state(stage: Stage, s: Sizes) -> tuple[float, float, float]:
@@ -136,8 +154,11 @@ def _saved_inside(s: Sizes, is_decoder: bool) -> float:
         total += (3 if is_decoder else 2) * 8 * t * s.width
     elif not is_kernel:
         total += 2 * hidden
-    costs = BlockCosts(s, is_decoder).heads
-    is_spread = is_kernel and costs.changes and not costs.is_in_place
+    needs_copy = (
+        model.query_key_norm or model.query_factor != 1.0 or model.key_value_heads < model.num_attention_heads
+    )
+    # A fused block rotates queries and keys in place if nothing else changes them.
+    is_spread = is_kernel and (needs_copy or (model.positions == "rotary" and not s.is_fused))
     if not is_spread or model.query_key_norm:  # otherwise the QKV product is freed
         total += T * s.qkv * e
     total += attended + 3 * attended * (is_spread or (model.positions == "rotary" and not is_kernel))
@@ -156,14 +177,15 @@ def _saved_inside(s: Sizes, is_decoder: bool) -> float:
 
 def _attention_state(s: Sizes, is_decoder: bool) -> float:
     model, e = s.config.model, s.element
-    launches = BlockCosts(s, is_decoder).attention_launches()
+    launches = attention_launches(s, is_decoder)
     total = 2 * sum(launch.gathered for launch in launches) * s.attended * e
     total += sum(launch.queries for launch in launches) * s.heads * 4  # log-sum-exps in fp32
     if model.query_key_norm and s.config.training.kernels != "fused":
         # Queries and keys in fp32, before and after the norm.
         total += 8 * s.tokens(is_decoder) * s.normed
+    pairs = launches[0].queries * s.sequence.length  # under dense attention
     if s.stack(is_decoder).kernel == "dense":  # the mask, the bias under it, and the output before its zeros
-        total += launches[0].pairs * (1 + (s.heads * e if model.relative != "none" else e))
+        total += pairs * (1 + (s.heads * e if model.relative != "none" else e))
         total += s.tokens(is_decoder) * s.attended * e
     elif model.relative == "disentangled":  # vectors of buckets, scaled, and their inputs
         total += model.position_rows * (2 * s.attended + s.width + s.qkv) * e
@@ -176,7 +198,7 @@ def _attention_state(s: Sizes, is_decoder: bool) -> float:
     elif model.has_query_terms:
         # Queries with both biases, scores of all distances, and which of them a pair has.
         scores = s.tokens() * s.heads * s.distances * e
-        total += 3 * s.tokens() * s.attended * e + scores + 16 * launches[0].pairs
+        total += 3 * s.tokens() * s.attended * e + scores + 16 * pairs
     return total
 
 
@@ -193,7 +215,7 @@ def _block_backward(s: Sizes, is_decoder: bool) -> float:
     if model.has_query_terms and s.stack(is_decoder).kernel == "blocks":
         # Or at attention's two tables (XLNet: one of twice the size) and their gradients, when the FFN's tensors are
         # freed.
-        tables = 4 * table_bytes(BlockCosts(s, is_decoder)) + T * s.qkv * e
+        tables = 4 * _table_bytes(s, is_decoder) + T * s.qkv * e
         moment = max(moment, tables - T * s.expanded * e - inner)
     if s.config.training.recompute == "full":
         # One block at a time saves everything again.
@@ -203,9 +225,7 @@ def _block_backward(s: Sizes, is_decoder: bool) -> float:
 
 def _head_backward(s: Sizes) -> float:
     """Peak bytes of the LM head: at the gradient of the logits."""
-    e, micro = s.element, s.config.batch.micro_batch_size
-    positions = s.predicted + s.sequence.borders * micro  # only predicted positions have logits
-    chunks = loss_chunks(s)
+    e, positions, chunks = s.element, s.losses, s.loss_chunks  # only predicted positions have logits
     logits = max(chunks) * s.vocabulary * e
     weights = s.vocabulary * s.embedding * (e + 4 * (len(chunks) > 1))  # gradient; chunks are summed in fp32
     if s.config.model.lora is not None:

@@ -14,11 +14,10 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.engine.stage_counts import stage_shares
 from megatron_lite.estimate.sizes import Sizes
 from megatron_lite.model.flops import WORDS
-from megatron_lite.model.tensor_parallel import TensorParallel, is_partial, partition_of
+from megatron_lite.model.tensor_parallel import TensorParallel, is_partial
 from megatron_lite.model.transformer import GLM
-from megatron_lite.optim.buckets import ALIGNMENT, MAX_PENDING_NUMEL, SINGLE_ADD_NUMEL
+from megatron_lite.optim.buckets import ALIGNMENT
 from megatron_lite.optim.factory import element_state
-from megatron_lite.optim.whole_tensors import block_shapes
 from megatron_lite.parallel.collectives import Group
 
 
@@ -29,8 +28,6 @@ class RankParameter:
     name: str
     numbers: int
     is_partial: bool  # its gradient is summed over the tensor-parallel ranks
-    is_matrix: bool  # a product's weight, whose gradient is added to the sums where it is computed
-    tensors: tuple[tuple[int, int], ...]  # the whole shape of each matrix in it
     moments: tuple[str, ...]  # the optimizer's state per number, without the fp32 weight
     is_trained: bool  # with LoRA its updates are, and nothing else
 
@@ -52,6 +49,11 @@ class Stage:
     @cached_property
     def numbers(self) -> int:
         return sum(parameter.numbers for parameter in self.parameters)
+
+    def block_counts(self, encoder_layers: int) -> tuple[int, int]:
+        """Blocks of the encoder, which is the whole of a model without a decoder, and blocks of the decoder."""
+        encoders = max(0, min(self.first_block + self.blocks, encoder_layers) - self.first_block)
+        return encoders, self.blocks - encoders
 
     @cached_property
     def trained(self) -> tuple[RankParameter, ...]:
@@ -87,11 +89,7 @@ def _rank_parameters(
         module = GLM(model, parallel=TensorParallel(group, is_split, sums_at_once))
     return tuple(
         RankParameter(
-            name, p.numel(), is_partial(p),
-            p.dim() == 2 and name.startswith("layers.") and not hasattr(p, "is_used_twice")
-            and "adapter" not in name and LORA not in name,
-            block_shapes(tuple(p.shape), partition_of(p), tp), element_state(kind, name, p),
-            model.lora is None or LORA in name,
+            name, p.numel(), is_partial(p), element_state(kind, name, p), model.lora is None or LORA in name
         )
         for name, p in module.named_parameters()
     )  # fmt: skip
@@ -161,25 +159,3 @@ def _buckets(stage: Stage, limit: int, is_tied: bool) -> list[Bucket]:
         filling[key].parameters.append(parameter)
         filled[key] += parameter.numbers
     return [*full, *filling.values()]
-
-
-@functools.lru_cache(maxsize=8192)
-def moves(bucket: Bucket) -> list[list[RankParameter]]:
-    """Groups of parameters whose gradients no product's kernel sums: one kernel moves each group into the sums."""
-    groups: list[list[RankParameter]] = []
-    waiting: list[RankParameter] = []
-    elements = 0
-    for parameter in bucket.parameters:
-        if parameter.is_matrix:
-            continue
-        waiting.append(parameter)
-        elements += parameter.numbers
-        if elements >= MAX_PENDING_NUMEL:
-            groups.append(waiting)
-            waiting, elements = [], 0
-    return [*groups, waiting] if waiting else groups
-
-
-def is_small(parameter: RankParameter) -> bool:
-    """Whether its gradient is added together with others."""
-    return parameter.numbers < SINGLE_ADD_NUMEL

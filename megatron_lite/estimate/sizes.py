@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,11 +13,18 @@ from megatron_lite.config.deepspeed_options import default_bucket_size
 from megatron_lite.config.model import padded_vocab_size
 from megatron_lite.config.tree import Config
 from megatron_lite.estimate.average_sequence import AverageSequence, Stack
-from megatron_lite.estimate.roofline import RankGroup
 from megatron_lite.model.attention_backends.cross_attention import constant_length
 from megatron_lite.model.length_table import length_table
 
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """The ranks of a collective."""
+
+    name: str  # tp, dp, pp, world or other
+    ranks: tuple[int, ...]  # global
 
 
 @dataclass(frozen=True)
@@ -113,6 +121,21 @@ class Sizes:
         """Positions of a micro-batch that predict a token."""
         return self.sequence.loss_tokens * self.config.batch.micro_batch_size
 
+    @cached_property
+    def losses(self) -> float:
+        """Predicted tokens of a micro-batch; SpanBERT's boundary head predicts some twice."""
+        return self.predicted + self.sequence.borders * self.config.batch.micro_batch_size
+
+    @cached_property
+    def loss_chunks(self) -> list[float]:
+        """Predicted positions of each chunk of logits, see `training.loss_rows`."""
+        most = self.config.training.loss_rows
+        if not 0 < most < self.losses:
+            return [self.losses]
+        borders = self.losses - self.predicted
+        chunks = [[most] * int(total // most) + [total % most] for total in (self.predicted, borders)]
+        return [chunk for chunk in itertools.chain(*chunks) if chunk]
+
     # Widths
 
     @property
@@ -185,9 +208,3 @@ class Sizes:
         """The stages that hold a tied word embedding."""
         ranks = (0, self.processes // self.pp * (self.pp - 1))
         return RankGroup("pp" if self.pp == 2 else "other", ranks)
-
-    @cached_property
-    def world(self) -> RankGroup:
-        """All ranks, by the name of the parallel group that has all of them, if there is one."""
-        names = {self.tp: "tp", self.dp: "dp", self.pp: "pp"}
-        return RankGroup(names.get(self.processes, "world"), tuple(range(self.processes)))

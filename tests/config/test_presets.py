@@ -66,7 +66,7 @@ def test_a_preset_needs_what_it_says(name):
         said = re.search(r"([\d.]+) GiB at the peak, for a GPU of (\d+) GiB; (\d+) minutes of an H100", words)
         gib, room, minutes = map(float, said.groups())
         assert found.peak_gib == pytest.approx(gib, rel=0.03) and gib + RESERVED_GIB < room
-        assert steps * found.roofline_ms / 60e3 == pytest.approx(minutes, rel=0.06)
+        assert steps * found.step_ms / 60e3 == pytest.approx(minutes, rel=0.06)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -6,19 +6,16 @@ import dataclasses
 import json
 
 import pytest
-import torch
 from support.commands import assert_refused, forked
 from support.project import ROOT
 
 from benchmarks.step_trace import guards
 from benchmarks.step_trace.counts import Counts, difference, extended
-from benchmarks.step_trace.operations import collective_micros
 from benchmarks.step_trace.request import Expected, run_module
 from data_utils.common.errors import ConfigError
 from megatron_lite.config.tree import load_config
 from megatron_lite.estimate.batches import random_batches
 from megatron_lite.estimate.gpus import GPUS
-from megatron_lite.estimate.roofline import RankGroup
 from megatron_lite.metrics.peak_flops import GPU_PEAK_TFLOPS
 from scripts import profile_step
 
@@ -30,7 +27,7 @@ def test_extended_layers_match_a_whole_trace(profile_of):
     for field in dataclasses.fields(Expected):
         found, true = getattr(some.expected, field.name), getattr(every.expected, field.name)
         # Buckets of gradients fill up in steps, not layer by layer; in five layers one bucket is 3 % of the launches.
-        in_buckets = field.name in ("peak_gib", "host_ms", "roofline_ms", "expected_mfu", "collective_mb")
+        in_buckets = field.name in ("peak_gib", "collective_mb")
         assert found == pytest.approx(true, rel=0.05 if in_buckets else 1e-6), field.name
     assert some.details.places == every.details.places
     assert some.details.rank_parameters == every.details.rank_parameters
@@ -43,7 +40,6 @@ def test_gradients_travel_once_in_fp32_and_weights_once_in_bf16(profiles):
         6 * found.details.rank_parameters / 1e6, rel=0.001
     )
     assert set(found.expected.collective_mb) == {"dp"}
-    assert found.details.collectives == {"dp": 15}  # seven buckets and a norm, not two for each of 24 layers
 
 
 def test_tensor_parallel_ranks_sum_two_activations_of_a_layer_in_each_direction(profiles):
@@ -62,13 +58,6 @@ def test_memory_holds_weights_gradients_and_moments(profiles):
     assert static < found.expected.peak_gib * 2**30 < static + 9e9
 
 
-def test_times_and_mfu_agree(profiles):
-    for found in profiles.values():
-        longer = max(found.expected.host_ms, found.expected.roofline_ms)
-        assert 0 < found.expected.expected_mfu < 1 and longer > 0
-        assert found.expected.host_ms > found.details.launches * 10.0 / 1e3 * found.details.bubble
-
-
 def test_trees_extend_linearly():
     first = {"a": 1, "places": {"x": 2}}
     second = {"a": 3, "places": {"x": 2, "y": 1}}
@@ -83,18 +72,6 @@ def test_batches_match_the_configuration():
     assert first.fields.shape == (16, 10, 568) and (first.fields != second.fields).any()
     assert first.tokens > 0.9 * 16 * 512 and 0.3 < first.loss_tokens / first.tokens < 0.6
     assert (random_batches(config, 1)[0].fields == first.fields).all()
-
-
-def test_collectives_cost_what_a_ring_moves():
-    gpu, size = GPUS["h100"], 10**9
-    reduce, gather = torch.ops.c10d.allreduce_.default, torch.ops.c10d._allgather_base_.default
-    within, between = RankGroup("tp", tuple(range(8))), RankGroup("dp", (0, 8))
-    assert collective_micros(reduce, size, within, gpu) == pytest.approx(15 + 2 * 7 / 8 * size / 360e3)
-    assert collective_micros(gather, size, between, gpu) == pytest.approx(46 + size / 2 / 40e3)
-    # Each GPU of a node has a link to the others: a ring over whole nodes uses all eight, one over two of each two.
-    whole, pairs = RankGroup("dp", tuple(range(64))), RankGroup("dp", (0, 4, 8, 12))
-    assert collective_micros(reduce, size, whole, gpu) == pytest.approx(46 + 2 * 63 / 64 * size / 324e3)
-    assert collective_micros(reduce, size, pairs, gpu) == pytest.approx(46 + 2 * 3 / 4 * size / 80e3)
 
 
 def test_peaks_match_reports():
@@ -142,7 +119,7 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text())
     assert list(found) == [field.name for field in dataclasses.fields(Expected)]
-    assert "a100: peak 312 TFLOP/s" in done.stdout and all(name in done.stdout for name in found)
+    assert "device    a100" in done.stdout and all(name in done.stdout for name in found)
 
 
 def test_an_installed_package_says_where_the_trace_is(monkeypatch):
@@ -158,8 +135,6 @@ def test_an_installed_package_says_where_the_trace_is(monkeypatch):
         (["--processes", "0"], "--processes is 0"),
         (["--processes", "3"], "3 processes"),
         (["--processes", "2", "--gpu", "z80"], "--gpu is 'z80'; it must be one of h100"),
-        (["--processes", "1", "--measure"], "--measure needs a GPU"),
-        (["--processes", "2", "--measure"], "--measure runs one process, but --processes is 2"),
     ],
 )
 def test_mistakes_are_refused_in_one_line(arguments, message):

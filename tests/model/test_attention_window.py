@@ -26,7 +26,6 @@ from data_utils.common.batch_fields import DOC, GRP, ORD, POSITION_IDS
 from data_utils.common.errors import ConfigError
 from data_utils.common.settings import build
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.estimate.roofline import tile_pairs
 from megatron_lite.model.attention_backends import blocks
 from megatron_lite.model.attention_backends import layout as attention_layout
 from megatron_lite.model.attention_backends import window as windows
@@ -283,23 +282,3 @@ def test_cuda_has_no_window_in_fp32():
     qkv = draw((1, 20, 2, 8), torch.float32, 3)
     with pytest.raises(ConfigError, match=r"attention_window is 4, .* training\.precision to bf16"):
         attend(plan, qkv, layer=1)
-
-
-def test_the_estimate_counts_the_tiles_of_a_window():
-    """Tiles of one pair are the pairs of the rule; larger ones are those that hold any."""
-    rng = np.random.default_rng(0)
-    for causal, window in itertools.product((False, True), (3, 17)):
-        lengths = rng.integers(1, 60, 5)
-        before = rng.integers(0, 9, 5) * causal  # keys before the first query
-        for high, wide in ((1, 1), (8, 16), (16, 8)):
-            expected = 0
-            for queries, more in zip(lengths, before, strict=True):
-                distance = np.arange(queries + more) - np.arange(more, more + queries)[:, None]
-                seen = (distance >= -window) & (distance <= (0 if causal else window))
-                padded = np.pad(seen, ((0, -queries % high), (0, -(queries + more) % wide)))
-                tiles = padded.reshape(len(padded) // high, high, -1, wide).any((1, 3))
-                expected += tiles.sum() * high * wide
-            found = tile_pairs(
-                lengths.astype(float), (lengths + before).astype(float), causal, (high, wide), window
-            )
-            assert found == expected, (causal, window, high, wide)

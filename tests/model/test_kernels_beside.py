@@ -9,11 +9,10 @@ from support.kernels import interpreted_kernels
 
 from benchmarks import kernels
 from data_utils.common.errors import ConfigError
-from megatron_lite.estimate.gpus import GPUS
 from megatron_lite.model.kernels import cross_entropy, fused, rule_attention
 from megatron_lite.model.kernels import qkv_heads as heads
 
-H100, SIZES = GPUS["h100"], (11, 128, 300)
+SIZES = (11, 128, 300)
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +22,7 @@ def interpreted():
 
 
 def found():
-    return kernels.bisect(torch.device("cpu"), *SIZES, H100)
+    return kernels.bisect(torch.device("cpu"), *SIZES)
 
 
 def test_every_kernel_equals_torch():
@@ -53,7 +52,7 @@ def attention(monkeypatch):
 
     monkeypatch.setattr(kernels, "use_attention", use)
     monkeypatch.setattr(kernels, "varlen_kernel", lambda dtype: EmulatedKernel)
-    return lambda names: list(kernels.bisect_attention(names, torch.device("cpu"), 24, 128, H100))
+    return lambda names: list(kernels.bisect_attention(names, torch.device("cpu"), 24, 128))
 
 
 def test_each_implementation_of_attention_has_a_line(attention, monkeypatch, capsys):
@@ -62,7 +61,7 @@ def test_each_implementation_of_attention_has_a_line(attention, monkeypatch, cap
     assert list(found) == [f"{kernel} {name}" for name in ("fa2", "fa3", "fa4") for kernel in DIRECTIONS]
     assert [name for name, one in found.items() if one.differs] == ["attention fa3", "attention_backward fa3"]
     assert "whose package is broken" in capsys.readouterr().err
-    assert found["attention fa4"].expected_us > 0 and found["attention fa4"].measured_us is None
+    assert found["attention fa4"].measured_us is None
 
 
 DIRECTIONS = ("attention", "attention_backward")

@@ -6,11 +6,10 @@ import json
 import sys
 
 import pytest
-from support.commands import assert_refused, forked, python
-from support.project import ROOT
+from support.commands import assert_refused, python
 from support.waiting import wait_until
 
-from data_utils.common.errors import ConfigError, ExitStatus
+from data_utils.common.errors import ExitStatus
 from megatron_lite.estimate import gpus
 from scripts import gpu_day
 from scripts.gpu_day import Step
@@ -137,45 +136,9 @@ def test_the_steps_take_ten_minutes_and_name_what_exists(gpus):
     assert layouts.least_gpus == 2 and (gpus < 2 or set(sizes) == {gpus})
 
 
-def test_on_other_machines_formulas_replace_the_trace(monkeypatch):
-    """An aarch64 host, whose GPU is known by its name."""
-    monkeypatch.setattr(gpu_day.platform, "machine", lambda: "aarch64")
-    name = gpus.named_by_device("NVIDIA GH200 480GB", 94.5)
-    planned = {step.name: step.arguments for step in gpu_day.steps(1, name)}
-    assert planned[gpu_day.KERNELS][1:3] == ("--gpu", "gh200")
-    done = forked(*planned["expected time of a 335M step on one gh200"], cwd=ROOT)
-    assert done.returncode == 0 and "device            gh200: peak 989 TFLOP/s" in done.stdout, done.stderr
-    assert not any("profile_step" in argument for arguments in planned.values() for argument in arguments)
-
-
 def ranks_of(layout):
     first, second, third = map(int, layout.split("x"))
     return first * second * third
-
-
-def test_a_report_calibrates_the_file_of_constants(monkeypatch, tmp_path):
-    """Measured constants replace the GPU's, with their source; others stay."""
-    copy, report = tmp_path / "gpus.yaml", tmp_path / "report.json"
-    copy.write_text(gpus.CONSTANTS.read_text())
-    monkeypatch.setattr(gpu_day, "CONSTANTS", copy)
-    constants = {"bandwidth_tbs": 2.954, "flash_64": [301.26, 277.0]}
-    steps = [{"name": gpu_day.KERNELS, "results": {"constants": constants}}]
-    report.write_text(json.dumps({"machine": MACHINE, "steps": steps}))
-    monkeypatch.setattr(sys, "argv", ["gpu_day", "--calibrate", str(report)])
-    before = gpus._table()
-    assert gpu_day.main() == ExitStatus.FINISHED
-    monkeypatch.setattr(gpus, "CONSTANTS", copy)
-    after = gpus._table()
-    assert after["h100"]["bandwidth_tbs"] == 2.95 and after["h100"]["flash_64"] == (301.0, 277.0)
-    assert after["h200"]["flash_64"] == (301.0, 277.0) and after["h200"]["bandwidth_tbs"] == 4.0
-    changed = {"bandwidth_tbs": None, "flash_64": None}
-    assert {**before["h100"], **changed} == {**after["h100"], **changed} and before["a100"].keys() == after[
-        "a100"
-    ].keys()
-    assert "measured on NVIDIA H100 80GB HBM3, torch 2.13.0, commit abc123" in copy.read_text()
-    report.write_text(json.dumps({"machine": MACHINE, "steps": []}))
-    with pytest.raises(ConfigError, match=r"which is not a report\.json"):
-        gpu_day.main()
 
 
 def test_devices_are_known_by_their_names():

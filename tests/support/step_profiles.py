@@ -174,7 +174,7 @@ def main():
         request = request_of(files, processes, micro_batches, settings, layers)
         trace = functools.partial(run, kind)
         print(
-            json.dumps(expect(request, 10.0, lambda case, trace=trace: forked(lambda: trace(case)))),
+            json.dumps(expect(request, lambda case, trace=trace: forked(lambda: trace(case)))),
             flush=True,
         )
 
