@@ -141,7 +141,7 @@ def left_out(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"skipped: {records['empty_documents']:,} empty documents, {records['blank_lines']:,} blank lines"
     for kind, count in records["bad"].items():
         yield f"skipped: {count:,} bad records ({kind})"
-    for example in records.get("examples", ()):  # of a run that an earlier version ended
+    for example in records["examples"]:
         yield f"  {example['at']}: {example['problem']}"
     evaluation = report.get("evaluation", {})
     if short := evaluation.get("texts_too_short"):

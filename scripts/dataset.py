@@ -43,7 +43,6 @@ from data_utils.dataset.tools import (
     length_statistics,
     merge_datasets,
     token_counts,
-    upgrade_dataset,
 )
 from data_utils.dataset.transfer import push_dataset, verify_stored
 from data_utils.dataset.vectors import convert_vectors
@@ -94,11 +93,7 @@ def parse_arguments() -> argparse.Namespace:
     )
 
     adopt = commands.add_parser("adopt", help="write a manifest for .bin and .idx files of another program")
-    upgrade = commands.add_parser(
-        "upgrade", help="upgrade a manifest of an older version; reads and checks the whole dataset"
-    )
-    for command in (adopt, upgrade):
-        command.add_argument("prefix", type=expanded_path, nargs="+")
+    adopt.add_argument("prefix", type=expanded_path, nargs="+")
 
     text = "make each sequence a document, even if the index joins several (sentences) to one"
     adopt.add_argument("--by-sequence", action="store_true", help=text)
@@ -269,11 +264,6 @@ def adopt(arguments: argparse.Namespace) -> None:
             )
 
 
-def upgrade(arguments: argparse.Namespace) -> None:
-    for prefix in arguments.prefix:
-        print_size(upgrade_dataset(prefix))
-
-
 def merge(arguments: argparse.Namespace) -> None:
     print_size(merge_datasets(arguments.prefix, arguments.output, arguments.overwrite))
 
@@ -308,7 +298,7 @@ def print_token_counts(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> 
         print(f"unknown tokens: {counts[tokenizer.special.unk]:,} ({share:.4%})")
 
 
-COMMANDS = {f.__name__: f for f in (inspect, verify, push, merge, stats, adopt, upgrade, vectors)}
+COMMANDS = {f.__name__: f for f in (inspect, verify, push, merge, stats, adopt, vectors)}
 
 
 def command() -> None:

@@ -181,8 +181,7 @@ def _plan(
         "text_split": config.text_split, "split": config.split, "split_seed": config.split_seed,
         "deduplicate": config.deduplicate, "evaluation_inputs": evaluation and evaluation.fingerprint,
         "entities": annotations, "shard_bytes": config.shard_bytes, "inputs": _file_identities(paths),
-        # Of fewer files an earlier version, which had no such limit, made the same shards.
-        **({"shard_files": _SHARD_FILES} if len(paths) > _SHARD_FILES else {}),
+        "shard_files": _SHARD_FILES,
     }  # fmt: skip
 
 

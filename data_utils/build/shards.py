@@ -31,7 +31,7 @@ from typing_extensions import TypedDict
 from data_utils.common.errors import DataError
 from data_utils.common.files import disk_errors, sync_directory, sync_file, write_atomically, write_synced
 from data_utils.common.untrusted import conform, parse_json, read_bounded
-from data_utils.storage.objects import input_change, with_present_identities
+from data_utils.storage.objects import input_change
 
 _PLAN, _COMMITTING, _STOP, _RECORD = "plan.json", "committing", "stop", "record.json"
 _MAX_BYTES = 256 << 20  # of a plan or a record
@@ -203,8 +203,6 @@ def _difference(started: Any, plan: Any) -> str | None:
     """A description of how the started build differs from `plan`; None if they agree."""
     for key in {**plan, **(started if isinstance(started, dict) else {})}:
         old_value, new_value = (tree.get(key) if isinstance(tree, dict) else None for tree in (started, plan))
-        if key == "inputs" and isinstance(new_value, list):
-            old_value = with_present_identities(old_value, new_value)
         if old_value == new_value:
             continue
         if key == "tokenizer":

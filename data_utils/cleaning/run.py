@@ -37,7 +37,7 @@ from data_utils.corpus.documents import RecordCounts, check_options, check_text_
 from data_utils.corpus.inputs import expand_inputs
 from data_utils.corpus.stored_files import InputFile, read_errors
 from data_utils.dataset.cleaning_record import FILE, TEXT, record_bytes
-from data_utils.storage.objects import StoredObject, input_change, with_present_identities
+from data_utils.storage.objects import StoredObject, input_change
 
 if TYPE_CHECKING:
     from data_utils.cleaning.executors import Execution
@@ -273,27 +273,21 @@ def _identity(path: InputFile) -> list[Any]:
 
 def _finished_before(output: Path, work: Path, plan: Mapping[str, Any]) -> dict[str, Any] | None:
     """The report of a run that was killed when its output was in place and only its work was left to remove."""
-    if (work / "output").exists() or not (output / FILE).exists() or _read_plan(work, plan) != plan:
+    if (work / "output").exists() or not (output / FILE).exists() or _read_plan(work) != plan:
         return None
     report = parse_json(read_bounded(output / "report.json", _MAX_BYTES))
     _remove(work)
     return report
 
 
-def _read_plan(work: Path, plan: Mapping[str, Any]) -> Any:
-    """The plan of the work that was begun; None without any. Raises DataError for damage.
-
-    Args: plan: the present one, in which objects of stores may have an identity that an earlier version did not know.
-    """
+def _read_plan(work: Path) -> Any:
+    """The plan of the work that was begun; None without any. Raises DataError for damage."""
     try:
         started = parse_json(read_bounded(work / _PLAN, _MAX_BYTES))
     except FileNotFoundError:
         return None
     except ValueError as error:
         raise DataError(f"{work / _PLAN} {error}; discard the work with --restart.") from None
-    for key in _INPUTS:
-        if isinstance(started, dict) and key in started:
-            started[key] = with_present_identities(started[key], plan[key])
     return started
 
 
@@ -309,7 +303,7 @@ def _open_work(work: Path, plan: Mapping[str, Any], restart: bool) -> None:
         raise DataError(f"{work} is not the work of a cleaning run, but has its name; move it away.")
     if restart and work.exists():
         _remove(work)
-    started = _read_plan(work, plan)
+    started = _read_plan(work)
     if started is not None and started != plan:
         raise DataError(
             f"{work} holds the unfinished work of a run with {_difference(started, plan)}; repeat the original "

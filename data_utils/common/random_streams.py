@@ -118,9 +118,6 @@ def seed_rng(rng, key, sample, chunk, attempt):
     rng.words_left = _ZERO
 
 
-new_stream, open_stream = new_rng, seed_rng  # the names before 0.5.0, which objectives of users may import
-
-
 @njit(nogil=True)
 def rewind(rng):
     """Set the block counter to 0: the same numbers come again."""

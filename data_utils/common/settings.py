@@ -17,7 +17,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
 import yaml
@@ -82,18 +82,14 @@ def fraction(default: float, help: str) -> Any:
     return setting(default, help, at_least=0, at_most=1)
 
 
-Former = Mapping[str, tuple[str, Mapping[Any, Any]]]
 Presets = tuple[str, Mapping[str, Mapping[str, Any]]]
 
 
-def checked(
-    name: str, former: Former | None = None, presets: Presets | None = None
-) -> Callable[[type[T]], type[T]]:
+def checked(name: str, presets: Presets | None = None) -> Callable[[type[T]], type[T]]:
     """Class decorator, below `@dataclass`: ranges are checked before the section's own `__post_init__`.
 
     Args:
         name: the section's dotted key, for messages, also in `section_key`; "" = there is none.
-        former: former key -> today's (or itself), and former value -> today's. Files of former versions are read so.
         presets: a key of the section, and what each of its values sets where a file does not.
     """
     path = f"{name}." if name else ""
@@ -110,33 +106,10 @@ def checked(
 
         cls.__post_init__ = __post_init__  # type: ignore[attr-defined]
         cls.section_key = name  # type: ignore[attr-defined]
-        cls.former_settings = former or {}  # type: ignore[attr-defined]
         cls.presets = presets  # type: ignore[attr-defined]
         return cls
 
     return decorate
-
-
-def with_todays_names(cls: type, tree: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    former: Former = getattr(cls, "former_settings", {})
-    renamed: dict[str, Any] = {}
-    for key, value in tree.items():
-        name, values = former.get(key, (key, {}))
-        if name == key:
-            value = values.get(value, value) if values and isinstance(value, Hashable) else value
-        else:
-            if name in tree:
-                raise ConfigError(
-                    f"{path}{key} is the former name of {path}{name}, which is set too; remove {key}."
-                )
-            if not isinstance(value, Hashable) or value not in values:
-                allowed = ", ".join(map(to_yaml_scalar, values))
-                raise ConfigError(
-                    f"{path}{key} is {shown(value)}; the former setting was one of {allowed}. Use {path}{name} instead."
-                )
-            value = values[value]
-        renamed[name] = value
-    return renamed
 
 
 def _with_preset(cls: type, tree: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -286,7 +259,7 @@ def build(cls: type, tree: Mapping[str, Any], path: str = "", root: type | None 
 
 def _build(cls: type, tree: Mapping[str, Any], path: str, root: type) -> Any:
     known, hints = _fields_by_key(cls), _hints(cls)
-    tree = _with_preset(cls, with_todays_names(cls, tree, path))
+    tree = _with_preset(cls, tree)
     values: dict[str, Any] = {}
     for key, value in tree.items():
         if key not in known:
@@ -353,7 +326,7 @@ def wrong_settings(cls: type, tree: Mapping[str, Any], path: str, root: type) ->
     """
     known, hints = _fields_by_key(cls), _hints(cls)
     try:
-        tree = _with_preset(cls, with_todays_names(cls, tree, path))
+        tree = _with_preset(cls, tree)
     except ConfigError as error:
         yield path.rstrip("."), str(error)
         return
@@ -380,7 +353,7 @@ def missing_settings(cls: type, tree: Mapping[str, Any], path: str) -> Iterator[
     """Each key that has no default and is not in a tree, in the sections below too. Yields: as `wrong_settings`."""
     hints = _hints(cls)
     try:
-        tree = _with_preset(cls, with_todays_names(cls, tree, path))
+        tree = _with_preset(cls, tree)
     except ConfigError:
         return  # `wrong_settings` names what is wrong
     for key, field in _fields_by_key(cls).items():

@@ -223,18 +223,13 @@ class IndexedDataset:
     def require_tokenizer(self, fingerprint: str, vocab_size: int, eos: int) -> None:
         """Raise DataError unless the dataset was built with the tokenizer of this fingerprint and size."""
         if self.manifest.get("adopted"):
-            largest = self.manifest.get("largest_id")  # None: adopted by a version that did not look
-            if largest is not None and largest >= vocab_size:
+            largest = self.manifest["largest_id"]
+            if largest >= vocab_size:
                 raise DataError(
                     f"dataset {self.prefix} contains the id {largest}, but the tokenizer has only {vocab_size} ids; "
                     "set the section tokenizer to the tokenizer that built the dataset."
                 )
-            unchecked = (
-                f", nor its ids (remove {self.prefix}.json and adopt it again)" if largest is None else ""
-            )
-            logger.warning(
-                "dataset %s was adopted, so its tokenizer cannot be checked%s", self.prefix, unchecked
-            )
+            logger.warning("dataset %s was adopted, so its tokenizer cannot be checked", self.prefix)
             return
         tokenizer = self.manifest.get("tokenizer") or {}
         recorded = (tokenizer.get("fingerprint"), self.manifest.get("vocab_size"), self.manifest.get("eos"))

@@ -1,8 +1,7 @@
 """The manifest of a dataset, PREFIX.json, without which the other files do not open.
 
 It describes the files, and has a SHA-256 of its own content. A build writes it last, so the files of a stopped build
-have none. `scripts/dataset.py adopt` makes a manifest for files of another program, such as Megatron-LM;
-`scripts/dataset.py upgrade` converts a manifest of an older version.
+have none. `scripts/dataset.py adopt` makes a manifest for files of another program, such as Megatron-LM.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ POSSIBLE_SUFFIXES = (".bin", ".idx", ENTITIES, ".json")  # the manifest last
 
 _FORMAT = "megatron_lite indexed dataset"
 _VERSION = 3
-_OLD_VERSIONS = (1, 2)  # 1: SHA-256 of each file; 2: no checksum of the manifest
 _HEADER = ("format", "format_version", "checksum")
 _Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
@@ -117,27 +115,11 @@ def checksum(tree: Mapping[str, Any]) -> str:
 def read_manifest(prefix: str | Path) -> dict[str, Any]:
     """The manifest. Raises DataError unless it exists, has this version, and is unchanged."""
     tree = _parse(prefix)
-    if _is_old(tree):
-        raise DataError(
-            f"dataset {prefix} has a manifest of version {tree['format_version']}, but version {_VERSION} is "
-            f"required; upgrade it with: python scripts/dataset.py upgrade {prefix}"
-        )
     if tree.get("format_version") != _VERSION:
         raise damaged(prefix, ".json", f"has version {shown(tree.get('format_version'))}, not {_VERSION}")
     if tree.get("checksum") != checksum(tree):
         raise damaged(prefix, ".json", "does not match its own checksum")
     require_facts(prefix, tree)
-    return tree
-
-
-def read_old_manifest(prefix: str | Path) -> dict[str, Any]:
-    """A manifest of an older version, unconverted. Raises DataError for any other."""
-    tree = _parse(prefix)
-    if not _is_old(tree):
-        read_manifest(prefix)  # damage has its own message
-        raise DataError(
-            f"dataset {prefix} has a manifest of version {_VERSION}; there is nothing to upgrade."
-        )
     return tree
 
 
@@ -223,8 +205,3 @@ def require_local(prefix: object) -> None:
             f"dataset {prefix} is in a store, but is read here as files; for training set data.local_directory, and "
             "else download its .bin, .idx and .json."
         )
-
-
-def _is_old(tree: Mapping[str, Any]) -> bool:
-    version = tree.get("format_version")
-    return type(version) is int and version in _OLD_VERSIONS and "checksum" not in tree

@@ -6,7 +6,6 @@ as one build of all the inputs in that order (except for splits).
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +19,10 @@ from data_utils.common.files import disk_errors, locked, require_prefix, write_a
 from data_utils.common.progress import progress_bar
 from data_utils.dataset.indexed_dataset import IndexedDataset, document_starts, file_sizes, read_header
 from data_utils.dataset.manifest import (
-    damaged,
     dataset_path,
     existing_files,
     is_left_by_a_stopped_writer,
     manifest_bytes,
-    read_old_manifest,
-    require_facts,
     require_finished,
 )
 from data_utils.dataset.sources import described_sources, sources_of
@@ -65,28 +61,6 @@ def adopt_dataset(prefix: str, by_sequence: bool = False) -> IndexedDataset:
             documents = int((ends > sequences.pointers[starts]).sum())
             facts |= {"num_sequences": num_sequences, "num_documents": documents}
     return _write(prefix, facts)
-
-
-def upgrade_dataset(prefix: str) -> IndexedDataset:
-    """Check all of a dataset with a manifest of an older version, and write a manifest of this version.
-
-    Raises: DataError for a manifest that is not old, or for files that do not match it.
-    """
-    facts = read_old_manifest(prefix)
-    sizes = file_sizes(prefix)
-    if facts["format_version"] == 1:  # the only version with SHA-256 of the files
-        hashed = {name: {"bytes": size, "sha256": _sha256(prefix, name)} for name, size in sizes.items()}
-        if facts.get("files") != hashed:
-            raise damaged(prefix, ".json", "does not have the sizes and SHA-256 sums of the files")
-        facts["files"] = _describe_files(prefix)
-    require_facts(prefix, facts)
-    verify(IndexedDataset(prefix, sequential=True, manifest=facts))
-    return _write(prefix, facts)
-
-
-def _sha256(prefix: str, suffix: str) -> str:
-    with open(dataset_path(prefix, suffix), "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _describe_files(prefix: str) -> dict[str, Any]:

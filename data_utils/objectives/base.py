@@ -75,11 +75,6 @@ class RowSizes(ObjectiveConfig):
     @property
     def mask_units(self) -> str | None:
         """What is masked as a whole: "words", or None: single tokens. "sentences": what BART permutes."""
-        return self.units
-
-    @property
-    def units(self) -> str | None:
-        """`mask_units` under its name before 0.5.0, which sections of users may define."""
         return None
 
 
@@ -124,12 +119,6 @@ def _look_up(table, tokens, values):
     return True
 
 
-# The names before 0.5.0 of what classes of users may define.
-_FORMER_NAMES = {
-    "choose_units": "choose_mask_units", "writing": "text_format", "writing_of": "text_format_for",
-}  # fmt: skip
-
-
 class RowObjective:
     """An objective around one compiled entry point (see `Objective` in interface.py).
 
@@ -156,9 +145,6 @@ class RowObjective:
 
     def __init_subclass__(cls) -> None:
         """Take the digest of the sources now: the files may change after the import."""
-        for former, name in _FORMER_NAMES.items():
-            if former in vars(cls):
-                setattr(cls, name, vars(cls)[former])
         if not hasattr(cls, "entry"):  # a common base class of several objectives
             return
         own_file = getattr(cls.entry, "py_func", cls.entry).__code__.co_filename

@@ -39,7 +39,6 @@ entry_point = njit(**_BORROWING, cache=True)
 # Lines of the scratch array, int64 [WORK_LINES, row_length + 2]. FREE and UNIT_START are inputs of `draw_spans`.
 # UNIT_START is 1 where a mask unit (masking.py) begins, plus twice the length of a listed span that begins there.
 FREE, UNIT_START, TAKEN, POSITIONS, STARTS, ENDS, TEXT = range(7)
-UNIT, PLACES = UNIT_START, POSITIONS  # the names before 0.5.0, which objectives of users import
 WORK_LINES = 7
 
 
@@ -209,6 +208,3 @@ def fill_chunks(fill_chunk, batch, chunks, tables, record):
                 )  # fmt: skip
             start += chunk_lengths[chunk]
             chunk += 1
-
-
-fill_pieces = fill_chunks  # the name before 0.5.0, which objectives of users import

@@ -44,9 +44,6 @@ class TextFormat:
     is_causal: bool = False  # whether a token of a text sees only those before it
 
 
-Writing = TextFormat  # the name before 0.5.0, which objectives of users import
-
-
 def role_token(role: str | int, special: SpecialTokens) -> int:
     """The id of a role's token; a number is an id."""
     return role if isinstance(role, int) else getattr(special, role)

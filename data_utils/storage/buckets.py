@@ -156,7 +156,6 @@ class BucketStore:
             key = info.path[len(self.bucket.name) + 1 :]
             label = self.bucket.url + key
             size, identity = self.ask(f"input {label}", lambda system: self._present(system, key, info))
-            # Plans of earlier versions have the time alone: `objects.with_present_identities`.
             return StoredObject(label, size, f"changed {info.mtime_ns // 10**9}, {identity}", key, self)
 
         stored: list[StoredObject] = []

@@ -118,21 +118,6 @@ class StoredObject:
         )
 
 
-def with_present_identities(recorded: Any, present: Sequence[Sequence[Any]]) -> Any:
-    """The inputs of a plan, where an object is as an earlier version of this program knew it, as they are known now.
-
-    That version had the time of change of an object in a bucket, and not the ETag that now follows it.
-    Args: recorded, present: [name, size, identity] of each input; `recorded` may be anything that JSON can hold.
-    """
-    if not isinstance(recorded, list) or len(recorded) != len(present):
-        return recorded
-
-    def is_known(then: Any, now: Sequence[Any]) -> bool:
-        return len(now) == 3 and then == [*now[:2], str(now[2]).partition(", ")[0]]
-
-    return [list(now) if is_known(then, now) else then for then, now in zip(recorded, present, strict=True)]
-
-
 def input_change(before: Iterable[Sequence[Any]], now: Iterable[Sequence[Any]], files: str) -> str:
     """How the inputs of a plan that was begun differ from those of now.
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from data_utils.common.errors import CheckpointError
+from megatron_lite.config.removed import without_removed
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerState:
-    """What a run resumes from. It holds no random state: samples, dropout and learning rate are functions of the step.
-
-    Fields with a default were added later: older checkpoints lack them.
-    """
+    """What a run resumes from. It holds no random state: samples, dropout and rate are functions of the step."""
 
     step: int
     consumed_samples: int
@@ -44,15 +42,17 @@ class TrainerState:
         values = values if isinstance(values, dict) else {}
         checked = {}
         for entry in fields(TrainerState):
-            if entry.name not in values and (entry.default, entry.default_factory) != (MISSING, MISSING):
-                continue
-            value = values.get(entry.name, MISSING)
+            value = values.get(entry.name, ...)
             types = [name.partition("[")[0] for name in str(entry.type).split(" | ")]
             if type(value).__name__.removesuffix("Type") not in types:
-                actual = "is missing" if value is MISSING else f"is {value!r:.40}"
+                actual = "is missing" if value is ... else f"is {value!r:.40}"
                 raise CheckpointError(
                     f"checkpoint {checkpoint}: {entry.name} {actual} in its training state, which must be "
                     f"{entry.type}; use a checkpoint of pretrain_glm.py."
                 )
             checked[entry.name] = value
+        try:
+            checked["config"] = without_removed(checked["config"])
+        except ValueError as error:
+            raise CheckpointError(f"checkpoint {checkpoint} {error}; continue it with version 0.5.") from None
         return TrainerState(**checked)

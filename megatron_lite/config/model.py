@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from data_utils.common.losses import CLASS_HEADS, MOST_LOSSES
-from data_utils.common.settings import REQUIRED, Former, check, checked, setting
+from data_utils.common.losses import CLASS_HEADS
+from data_utils.common.settings import REQUIRED, check, checked, setting
 from megatron_lite.config.lora import LoraConfig, check_lora
 from megatron_lite.config.systems import FIXED, LEFT_OUT, SYSTEMS
 
@@ -24,12 +24,6 @@ FFNS = ("plain", "gated")
 BIASES = ("all", "qkv", "mlp", "none")
 TASK_HEADS = ("none", "classes", "values", "tags", "spans")
 INITS = ("gpt2", "plain", "uniform", "t5", "deepnorm")
-FORMER_SETTINGS: Former = {
-    "gelu": ("activation", {"tanh": "gelu_tanh", "erf": "gelu_erf"}),
-    "sentence_head": ("sentence_classes", {False: 0, True: 2}),
-    "task_embedding": ("task_types", {False: 0, True: MOST_LOSSES}),
-    "share_layers": ("share_layers", {False: "none", True: "all"}),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +45,7 @@ def padded_vocab_size(vocab_size: int, tensor_parallel_size: int = 1) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-@checked("model", former=FORMER_SETTINGS, presets=("system", SYSTEMS))
+@checked("model", presets=("system", SYSTEMS))
 class ModelConfig:
     system: str | None = setting(
         None,

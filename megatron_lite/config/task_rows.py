@@ -2,7 +2,7 @@
 
 The objectives of a run take the rows 0, 1, 2, ... in their order, with all their losses. So a run of one objective
 trains row 0, which the class of transformers reads by default. A run keeps the rows of the checkpoint
-that it begins with. Runs of former versions, whose checkpoints record none, have a row for the number of each loss.
+that it begins with.
 """
 
 from __future__ import annotations

@@ -111,12 +111,7 @@ class Config:
         # left out here, so that a resolved configuration records only settings in effect.
         names = self.objectives or ("blank_infilling",)
         chosen = {name: _objective_section(name, self.objective_sections.get(name)) for name in names}
-        glm: Any = chosen.get("blank_infilling")
-        if glm is not None and glm.short_seq_prob:  # as in files of former versions
-            data = replace(self.data, short_prob=self.data.short_prob or glm.short_seq_prob)
-            # The dataclass is frozen; this is its only moment to be completed.
-            object.__setattr__(self, "data", data)
-            chosen["blank_infilling"] = replace(glm, short_seq_prob=0.0)
+        # The dataclass is frozen; this is its only moment to be completed.
         object.__setattr__(self, "objective_sections", chosen)  # those of the run's objectives, no others
         check_together(self)
         self.deepspeed_options()

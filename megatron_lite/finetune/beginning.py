@@ -55,7 +55,7 @@ def beginning_of(start: Path | None) -> Beginning:
 def check_beginning_weights(output: Path, beginning: Beginning) -> None:
     """Raise ConfigError if the directory has seeds, or an import, that began with other weights."""
     note = output / NOTE
-    if not _has_begun(output) or not note.exists():  # earlier versions wrote none
+    if not _has_begun(output):
         return
     before = load_json(note, "the note of the weights")
     if before.get("identity") != beginning.identity:

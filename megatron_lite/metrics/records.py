@@ -73,17 +73,13 @@ def _finite(record: dict[str, Any]) -> dict[str, Any]:
 def _voids(path: Path) -> list[tuple[int, int]]:
     """(line, step): before the line, records of the step or a later one are void. The last lines come first."""
     starts: list[tuple[int, int]] = []
-    last = 0
     for number, line in read_lines(path):
         record = parse_record(line)
         if record is None:
             continue
         kind, step = record["kind"], record["step"]
-        # Files of earlier versions have no record of a start: there a step that is not larger shows the restart.
-        if kind in START_KINDS or (kind == "train" and step <= last):
-            starts.append((number, step + (kind in START_KINDS)))
-        if kind in (*START_KINDS, "train"):
-            last = step
+        if kind in START_KINDS:
+            starts.append((number, step + 1))
     lowest = math.inf
     effective = []
     for number, step in reversed(starts):

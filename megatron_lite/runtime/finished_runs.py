@@ -18,7 +18,6 @@ from data_utils.common.settings_listed import path_settings
 from data_utils.objectives import OBJECTIVES
 from megatron_lite.checkpoint.manifest import Checkpoint
 from megatron_lite.checkpoint.verify import ChecksumBlock, checksum_blocks, verify_checkpoint
-from megatron_lite.config.deepspeed_file import sort_options
 from megatron_lite.config.tree import Config, require_objectives
 from megatron_lite.metrics.writer import is_recorded
 from megatron_lite.runtime.changed_corpora import current_identity, recorded_identity
@@ -102,16 +101,10 @@ def differing_settings(checkpoint: Checkpoint, config: Config) -> list[str]:
         unimportant += ("data.train",)
     return [
         f"{key}: {old} -> {new}"
-        for key, old, new in changed(_compared(recorded), _compared(config))
+        for key, old, new in changed(to_tree(recorded), to_tree(config))
         if not key.startswith(unimportant)
         and (re.sub(r"\[\d+\]", "[]", key) not in paths or _absolute(old) != _absolute(new))
     ]
-
-
-def _compared(config: Config) -> dict[str, Any]:
-    """The tree of settings, with only those DeepSpeed options that DeepSpeed reads: former versions recorded all."""
-    options = sort_options(config.deepspeed).for_deepspeed(config.parallel.zero_stage)
-    return {**to_tree(config), "deepspeed": options}
 
 
 def _absolute(path: Any) -> Any:
@@ -130,8 +123,7 @@ def changed(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, Any,
     """(dotted key, old value, new value) of each difference between two trees of settings.
 
     Lists of sections, such as phases, are compared by index; a section that only one list has is shown with all that it
-    sets. A section of an objective that only one tree has is no difference: `objectives` has it already, and former
-    versions recorded the sections of all objectives.
+    sets. A section of an objective that only one tree has is no difference: `objectives` has it already.
     """
     if isinstance(before, Mapping) and isinstance(after, Mapping):
         for key in sorted({*before, *after}):

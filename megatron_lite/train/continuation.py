@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.common.errors import CheckpointError
-from data_utils.common.settings import build, to_tree, with_todays_names
+from data_utils.common.settings import build, to_tree
 from data_utils.objectives import OBJECTIVES
 from megatron_lite.checkpoint.full_word_embedding import with_full_word_embedding
 from megatron_lite.checkpoint.manifest import Checkpoint
@@ -21,7 +21,6 @@ from megatron_lite.checkpoint.read import find_checkpoint, load_checkpoint, load
 from megatron_lite.checkpoint.trainer_state import TrainerState
 from megatron_lite.checkpoint.verify import check_model, find_manifest, new_parameters
 from megatron_lite.config.lora import LoraConfig
-from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import Engine
 from megatron_lite.metrics import version
@@ -243,8 +242,7 @@ def changed_samples(before: Mapping[str, Any], after: Mapping[str, Any]) -> list
     for name in chosen & OBJECTIVES.keys():
         keys = OBJECTIVES[name].config_class.sample_settings
         decisive += (f"{name}.",) if keys is None else keys
-    changes = [change for change in config_changes(before, after) if change.startswith(tuple(decisive))]
-    return [change for change in changes if change != "data.short_prob: None -> 0.0"]  # of former versions
+    return [change for change in config_changes(before, after) if change.startswith(tuple(decisive))]
 
 
 def changed_plan(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
@@ -264,7 +262,4 @@ def changed_plan(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[st
 
 def config_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Dotted keys whose values differ, as `key: old -> new`."""
-    # A checkpoint's configuration may have former names of settings: renamed is not changed.
-    model = with_todays_names(ModelConfig, before.get("model") or {}, "model.")
-    before = {**before, "model": model} if model else before
     return [f"{key}: {old} -> {new}" for key, old, new in changed(before, after)]

@@ -6,13 +6,11 @@ of a cluster. `load_beginning` loads what all ranks agree on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from data_utils.common.settings import check
-from data_utils.objectives import LOSSES
 from megatron_lite.checkpoint.collective_errors import raise_on_all_ranks, steps_seen_by_rank_0
 from megatron_lite.checkpoint.manifest import rewound_directories
 from megatron_lite.checkpoint.trainer_state import TrainerState
@@ -67,11 +65,7 @@ def keep_task_rows(config: Config) -> Config:
     if checkpoint is None and config.checkpoint.initialize_from is not None:
         checkpoint = find_manifest(Path(config.checkpoint.initialize_from))
     before = {} if checkpoint is None else checkpoint.trainer_state().config.get("model", {})
-    task_rows: Sequence[int] = before.get("task_rows") or ()
-    if not task_rows and before.get("task_types"):
-        # A run of a former version: the row of each loss is its number.
-        task_rows = range(min(config.model.task_types, len(LOSSES)))
-    return with_task_rows(config, task_rows)
+    return with_task_rows(config, before.get("task_rows") or ())
 
 
 def checkpoint_directory(config: Config) -> Path:

@@ -21,7 +21,6 @@ from data_utils.common.batch_fields import (
     WEIGHTS,
     Example,
 )
-from data_utils.common.errors import ConfigError
 from data_utils.common.settings import build
 from data_utils.loader.loader import collate
 from data_utils.objectives import LOSS_NAMES, ObjectiveChoice, make_objective, objective_class
@@ -266,14 +265,6 @@ def test_parameters_of_the_ablation():
     assert counts["attention"] - counts["all"] == 11 * (ffn + norms)
     assert counts["ffn"] - counts["all"] == 11 * (attention + norms)
     assert counts["none"] - counts["all"] == 11 * (attention + ffn + norms)
-
-
-@pytest.mark.parametrize(("former", "value"), [(False, "none"), (True, "all")])
-def test_former_values_are_read(former, value):
-    given = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
-    assert build(ModelConfig, {**given, "share_layers": former}).share_layers == value
-    with pytest.raises(ConfigError, match=r"share_layers.*half.*one of none, attention, ffn, all"):
-        build(ModelConfig, {**given, "share_layers": "half"})
 
 
 def tree(parallel, **model):

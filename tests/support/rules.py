@@ -81,14 +81,6 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over("model.activation=gelu"),
         ("model.activation is 'gelu'", "one of gelu_tanh, gelu_erf, relu"),
     ),
-    "former value": (
-        over("model.gelu=relu"),
-        ("model.gelu is 'relu'", "one of tanh, erf", "Use model.activation instead"),
-    ),
-    "former and new name": (
-        over("model.gelu=tanh", "model.activation=gelu_erf"),
-        ("model.gelu is the former name of model.activation", "remove gelu"),
-    ),
     "heads that do not divide": (
         over("model.num_attention_heads=7"),
         ("model.num_attention_heads (7) must divide model.hidden_size", "or set model.head_dim"),

@@ -431,5 +431,3 @@ def test_mean_of_means_weighs_micro_batches_equally(settings, tmp_path):
 def test_config_changes_are_named():
     before = {"a": {"b": 1, "c": [1]}, "d": None}
     assert config_changes(before, {"a": {"b": 2, "c": [1]}, "d": 3}) == ["a.b: 1 -> 2", "d: None -> 3"]
-    former = {"model": {"share_layers": True, "gelu": "erf"}}
-    assert config_changes(former, {"model": {"share_layers": "all", "activation": "gelu_erf"}}) == []

@@ -76,7 +76,6 @@ class BlankInfillingConfig(ObjectiveConfig):
     single_span_prob: float = fraction(
         0.0, "Probability of a single short span, drawn before the objective; counted as token objective."
     )
-    short_seq_prob: float = fraction(0.0, "Old name of data.short_prob; read if data.short_prob is 0.")
     block_mask_prob: float = fraction(
         0.0, "Token objective: probability that an input token of part B, except sop, is replaced by dBLOCK."
     )

@@ -23,6 +23,7 @@ from data_utils.common.settings import build, keys_of, section_in, to_tree
 from data_utils.common.untrusted import conform
 from data_utils.objectives import OBJECTIVES
 from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig
+from megatron_lite.config.removed import without_removed
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.files.weights import TRAINING_JSON, read_json
 from megatron_lite.inference.open_run import OpenRun
@@ -49,8 +50,6 @@ RECIPE: Mapping[str, tuple[str, ...] | None] = {
 }  # fmt: skip
 SHARES = ("objectives", "objective_starts")  # mappings of names of objectives to numbers
 TOKENIZERS = ("tokenizer", "decoder_tokenizer")  # stored next to the recipe, with their fingerprints
-# Former versions wrote these sections whole. What a recipe no longer has of them stays out; elsewhere it is refused.
-_FORMERLY_WHOLE = ("training", "optimizer", "task", "optimus")
 
 
 class _Training(TypedDict):
@@ -111,18 +110,14 @@ def read_recipe(directory: Path) -> Recorded:
         return Recorded({}, {})
     try:
         described = conform(read_json(path), _Training)
+        described["config"] = without_removed(described["config"])
     except ValueError as error:
         raise CheckpointError(f"{path} {error}; fetch it again, or remove it.") from None
-    config, left_out = {}, []
+    config = {}
     for name, section in described["config"].items():
-        taken, left = _taken(path, name, section)
-        left_out += left
+        taken = _taken(path, name, section)
         if taken is not None:
             config[name] = taken
-    if left_out:
-        log.warning(
-            "%s: settings that belong to the user of the program are ignored: %s", path, ", ".join(left_out)
-        )
     tokenizers = {name: _tokenizer(path, name, described[name]) for name in TOKENIZERS if name in described}
     return Recorded(config, tokenizers)
 
@@ -149,7 +144,7 @@ def _numbers_and_choices(cls: type, *, has_lists: bool = False) -> Iterator[str]
             yield key
 
 
-# `roles` is text that must be a token of the file. It is written only where it is set: former versions refuse it.
+# `roles` is text that must be a token of the file. It is written only where it is set.
 _TOKENIZER_OPTIONS = (*_numbers_and_choices(TokenizerConfig), "roles")
 
 
@@ -157,10 +152,10 @@ def _has_no_text(cls: type) -> bool:
     return dataclasses.is_dataclass(cls) and {*_numbers_and_choices(cls)} == keys_of(cls).keys()
 
 
-def _taken(path: Path, name: str, section: Any) -> tuple[Any, list[str]]:
-    """A section's portable settings, and the names of the others. Raises: CheckpointError for unknown ones."""
+def _taken(path: Path, name: str, section: Any) -> Any:
+    """A section's settings. Raises: CheckpointError for any that an export does not hold."""
     if name in SHARES:
-        return _checked(path, f"config.{name}", section, dict[str, int | float]), []
+        return _checked(path, f"config.{name}", section, dict[str, int | float])
     cls = _sections().get(name)
     # Unknown sections are refused: settings of a foreign file may name paths or addresses.
     if cls is None:
@@ -169,22 +164,15 @@ def _taken(path: Path, name: str, section: Any) -> tuple[Any, list[str]]:
             "of it yourself."
         )
     if section is None:
-        return None, []
+        return None
     section, portable = _checked(path, f"config.{name}", section, dict[str, Any]), _portable(name, cls)
-    former, defaults = getattr(cls, "former_settings", {}), keys_of(cls)
-    taken, left_out = {}, []
-    for key, value in section.items():
-        if key in portable or key in former:
-            taken[key] = value
-        elif name not in _FORMERLY_WHOLE or key not in defaults:
-            raise CheckpointError(
-                f"{path}: config.{name}.{shorten(key)} is no part of an export; remove it from the file, and set it "
-                "yourself if you want it."
-            )
-        elif value != to_tree(defaults[key][1].default):
-            left_out.append(f"{name}.{key}")
-    _require_valid(path, cls, taken, f"{name}.")
-    return taken, left_out
+    for key in section.keys() - set(portable):
+        raise CheckpointError(
+            f"{path}: config.{name}.{shorten(key)} is no part of an export; remove it from the file, and set it "
+            "yourself if you want it."
+        )
+    _require_valid(path, cls, section, f"{name}.")
+    return section
 
 
 def _tokenizer(path: Path, name: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from transformers import PretrainedConfig
 from data_utils.common.errors import CheckpointError, ConfigError
 from data_utils.common.setting_files import shown
 from data_utils.common.settings import build, merge
-from data_utils.objectives import OBJECTIVES
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.readers.by_name import task_labels
 from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
@@ -270,17 +269,6 @@ def trained_template(run: OpenRun) -> PromptTemplate | None:
 def write_published(directory: Path, weights: Weights, run: OpenRun, dtype: str, max_shard_bytes: int) -> str:
     """Write a run's model as a directory of its class, with its card. Returns: the name of the class."""
     imported = run.checkpoint.path.parent.parent / IMPORTED_FILES
-    if run.config.model.task_types and not run.config.model.task_rows:
-        log.warning(
-            "%s was trained by a former version, with a row of the task embedding for each loss; give the class "
-            "task_type_ids: %s",
-            run.checkpoint.path,
-            ", ".join(
-                f"{loss.number} ({loss.name})"
-                for choice in run.config.objective_choices
-                for loss in OBJECTIVES[choice.name].losses
-            ),
-        )
     stack = stack_of(run, weights)
     class_name, extra_file = write_stack(directory, stack, dtype, max_shard_bytes)
     oldest = oldest_version(class_name, run.config.model, read_json(directory / "config.json"))

@@ -1,8 +1,5 @@
-import hashlib
-import json
 import shutil
 import signal
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +20,6 @@ from data_utils.dataset.tools import (
     length_statistics,
     merge_datasets,
     token_counts,
-    upgrade_dataset,
 )
 from data_utils.dataset.verification import verify
 
@@ -135,51 +131,6 @@ def test_a_merge_is_refused(tmp_path):
     with pytest.raises(DataError, match="was adopted, so its tokenizer is unknown"):
         merge_datasets([a, b], str(tmp_path / "c"))
     assert not list(tmp_path.glob("c*"))
-
-
-def make_old(prefix, version):
-    """What versions 1 and 2 of the manifest held. Returns the manifest of today."""
-    path = Path(f"{prefix}.json")
-    today = path.read_bytes()
-    tree = json.loads(today)
-    del tree["checksum"]
-    tree["format_version"] = version
-    for suffix, entry in tree["files"].items() if version == 1 else ():
-        whole = hashlib.sha256(Path(f"{prefix}{suffix}").read_bytes()).hexdigest()
-        tree["files"][suffix] = {"bytes": entry["bytes"], "sha256": whole}
-    path.write_text(json.dumps(tree))
-    return today
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_an_old_manifest_is_upgraded_to_what_a_build_writes(tmp_path, version):
-    prefix = build_bytes(tmp_path, "a", ["x", "yz"])
-    today = make_old(prefix, version)
-    with pytest.raises(DataError, match=rf"version {version}.*dataset\.py upgrade {prefix}$"):
-        IndexedDataset(prefix)
-    upgrade_dataset(prefix)
-    assert Path(f"{prefix}.json").read_bytes() == today
-    with pytest.raises(DataError, match="nothing to upgrade"):
-        upgrade_dataset(prefix)
-
-
-@pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("victim", ["a.bin", "a.idx", "num_tokens", "files", "vocab_size"])
-def test_a_damaged_old_dataset_is_not_upgraded(tmp_path, version, victim):
-    prefix = build_bytes(tmp_path, "a", ["x", "yz"])
-    make_old(prefix, version)
-    if victim.startswith("a."):
-        data = bytearray((tmp_path / victim).read_bytes())
-        data[-1] ^= 1
-        (tmp_path / victim).write_bytes(data)
-    else:
-        tree = json.loads((tmp_path / "a.json").read_text())
-        tree[victim] = [] if victim == "files" else 3  # three ids are fewer than occur
-        (tmp_path / "a.json").write_text(json.dumps(tree))
-    before = (tmp_path / "a.json").read_bytes()
-    with pytest.raises(DataError, match=r"a\.(bin|idx|json) .*; rebuild the dataset or copy it again"):
-        upgrade_dataset(prefix)
-    assert (tmp_path / "a.json").read_bytes() == before
 
 
 def test_the_identity_of_a_dataset_stays(tmp_path):

@@ -1,6 +1,5 @@
 """Short samples: how many, how long, from where; as pure functions of sample numbers, for every objective."""
 
-import copy
 import math
 
 import numpy as np
@@ -11,10 +10,9 @@ from support.training import open_data
 
 from data_utils.common.batch_fields import DOC
 from data_utils.common.errors import ConfigError
-from data_utils.common.settings import merge, to_tree
+from data_utils.common.settings import merge
 from data_utils.loader.short_samples import Shortener
 from megatron_lite.config.tree import load_config
-from megatron_lite.train.continuation import changed_samples
 
 
 def shortened(share, chunks, samples, first=0):
@@ -89,24 +87,6 @@ def test_phases_may_shorten_and_a_restart_goes_on(settings):
                     training={"loss_normalization": "per_objective"})  # fmt: skip
     assert len(two.mixtures) == 2
     assert np.array_equal(two.batch(np.arange(8, 16)), one.batch(np.arange(8, 16)))
-
-
-def test_the_former_name_is_read():
-    """Files and checkpoints of former versions say blank_infilling.short_seq_prob."""
-    files = [ROOT / "configs/tiny.yaml"]
-    former = load_config(files, ["blank_infilling.short_seq_prob=0.2"])
-    assert former == load_config(files, ["data.short_prob=0.2"]) and former.data.short_prob == 0.2
-    assert former.objective_sections["blank_infilling"].short_seq_prob == 0
-    both = load_config(files, ["blank_infilling.short_seq_prob=0.2", "data.short_prob=0.1"])
-    assert both.data.short_prob == 0.1
-    tree = to_tree(former)
-    before = copy.deepcopy(merge(tree, {"blank_infilling": {"short_seq_prob": 0.2}}))
-    del before["data"]["short_prob"]
-    assert any("data.short_prob: None -> 0.2" in change for change in changed_samples(before, tree))
-    unchanged = to_tree(load_config(files))
-    before = copy.deepcopy(unchanged)
-    del before["data"]["short_prob"]
-    assert changed_samples(before, unchanged) == []
 
 
 def test_published_recipes_have_their_shares():

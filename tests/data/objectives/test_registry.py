@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
 import json
 import os
 import re
@@ -183,29 +181,6 @@ def documented_objective() -> tuple[str, dict]:
     source, config = (re.search(rf"```{kind}\n(.*?)```", page, re.S)[1] for kind in ("python", "yaml"))
     assert f'Loss("every_nth", {len(LOSS_NAMES)})' in source
     return source, yaml.safe_load(config)
-
-
-def test_an_objective_with_the_names_before_0_5_0_draws_the_same(tmp_path, monkeypatch):
-    source, _ = documented_objective()
-    former = source
-    for old, new in (
-        ("objectives.rows", "objectives.base"),
-        ("objectives.row_loops", "objectives.compiled"),
-        ("fill_pieces", "fill_chunks"),
-    ):
-        assert new in former
-        former = former.replace(new, old)
-    (tmp_path / "of_today.py").write_text(source)
-    (tmp_path / "of_before.py").write_text(former)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    examples = []
-    for name in ("of_today", "of_before"):
-        module = importlib.import_module(name)
-        objective = module.EveryNth(module.EveryNthConfig(distance=3), vocabulary(), 1, 24)
-        examples.append(objective.example(np.arange(1000, 1020), 7))
-    today, before = (dataclasses.astuple(example) for example in examples)
-    np.testing.assert_array_equal(today, before)
-    assert examples[0].weights.sum() == 7
 
 
 def run_command(project, *words):

@@ -13,8 +13,6 @@ from tokenizers import decoders, pre_tokenizers
 from data_utils.common.errors import ConfigError
 from data_utils.loader.blanks import blank_tokens
 from data_utils.objectives import OBJECTIVES
-from data_utils.objectives.base import RowObjective, RowSizes
-from data_utils.objectives.interface import Writing
 from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from data_utils.tokenizers.vocabulary import Vocabulary, vocabulary_of
 
@@ -172,24 +170,3 @@ def test_a_text_after_a_special_token_keeps_its_space(opened, name, tmp_path):
         tokenizer = opened(name).tokenizer
     ids = tokenizer.encode(" stones and stones")
     assert tokenizer.decode([tokenizer.special.cls, *ids]).endswith("] stones and stones")
-
-
-def test_sections_and_classes_may_use_the_names_before_0_5_0():
-    class Former(RowSizes):
-        units, loss_share = "words", 0.5
-
-    class FormerObjective(RowObjective):
-        writing = Writing("causal", "left_to_right", ends=("eos",))
-
-        def choose_units(self):
-            return "sentences"
-
-        @classmethod
-        def writing_of(cls, config):
-            return cls.writing
-
-    assert Former.mask_units.fget(Former()) == "words"
-    assert FormerObjective.choose_mask_units is FormerObjective.choose_units
-    text_format = FormerObjective.text_format_for(Former())
-    assert text_format is FormerObjective.text_format
-    assert (text_format.input_format, text_format.generation) == ("causal", "left_to_right")
