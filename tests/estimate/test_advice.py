@@ -77,10 +77,11 @@ def test_the_given_layout_stays_where_no_other_is_clearly_faster(glm_large, monk
         monkeypatch.setattr(advice, "estimate", lambda *_: next(answers))
         return advise(config, 64, gpu, rows, given)
 
-    def taking(share):
-        return replace(given, compute_ms=share * given.compute_ms, communication_ms={})
+    given = replace(given, communication_ms={})
 
-    given = taking(1.0)
+    def taking(share, given=given):
+        return replace(given, compute_ms=share * given.compute_ms)
+
     large = replace(taking(0.5), peak=replace(given.peak, rest=200 * 2**30))
     assert with_others(taking(0.95), large, taking(2.0)) == (None, given)
     assert with_others(taking(0.5), taking(0.54), taking(0.52)) == (layouts[2], taking(0.52))
