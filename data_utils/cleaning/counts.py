@@ -59,7 +59,7 @@ class Rule:
         self._show(text, metadata)
 
     def cut(self, part: str, size: int, metadata: Mapping[str, Any]) -> None:
-        """Count a part that is cut out of a document. Args: size: its bytes; part: what an example shows, if anything."""
+        """Count a part that is cut out of a document. Args: part: what an example shows, if anything. size: bytes."""
         self.parts += 1
         self.bytes += size
         if part:

@@ -504,7 +504,7 @@ def _rule(
 
 
 def _groups(folders: WorkFolders, lines: Sequence[Sequence[Any]]) -> dict[int, dict[str, str] | None]:
-    """The text that stayed of each group of near-duplicates that is shown; None: a held-out text, which is not named."""
+    """The text that stayed of each group of near-duplicates that is shown; None: a held-out text."""
     stayed = {
         int(group): _example(example, lines)
         for counts in folders.counts("stayed").read()

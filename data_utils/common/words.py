@@ -1,4 +1,5 @@
-"""The words of a text in any script, for comparing texts: evaluation texts of builds and cleaning, near-duplicates.
+"""The words of a text in any script, for comparing texts: evaluation texts of builds and cleaning, near-duplicates; and
+where its sentences end.
 
 Two spellings of one text have the same words:
 

@@ -249,9 +249,8 @@ def test_every_byte_that_came_in_is_kept_or_counted_by_a_rule(tmp_path, recipe):
     """Also after each step. The bytes of input and output are counted here, from their files."""
     texts = pages()
     cleaning.write_lines(tmp_path / "raw.jsonl", texts)
-    questions = [" ".join(text.split()[20:40]) for text in texts if len(text.split()) > 200][:2] + [
-        list(LINES)[-1]
-    ]
+    long = [text.split() for text in texts if len(text.split()) > 200]
+    questions = [*(" ".join(words[20:40]) for words in long[:2]), list(LINES)[-1]]
     cleaning.write_lines(tmp_path / "eval.jsonl", questions)
     options = ["--input", "raw.jsonl", "--decontaminate", "eval.jsonl", "--tasks", 2]
     settings = recipe if isinstance(recipe, dict) else {}
@@ -319,7 +318,7 @@ def test_the_report_shows_groups_of_near_duplicates_and_the_text_that_stayed(tmp
         assert len(examples) == len(sizes) == 10 and sizes == sorted(sizes, reverse=True)
         assert max(sizes) >= 3 and f'row">{sizes[0]}</th>' in page
         stayed = [example["stayed"] for example in examples]
-        assert all(stayed) or name == "held" and not report["largest_groups"][0]["stayed"]
+        assert all(stayed) or (name == "held" and not report["largest_groups"][0]["stayed"])
         for example, twin in zip(examples, stayed, strict=True):
             if twin is None:
                 continue
