@@ -98,6 +98,8 @@ def _gopher_repetition(rules: GopherRepetition, **options: Any) -> BaseFilter:
 class CountedC4(C4QualityFilter):
     """datatrove's filter, which counts what it cuts out of the documents that stay."""
 
+    _fates: list[str]  # of the parts of a document: kept, or the rule that cuts it out
+
     def filter(self, doc: Document) -> bool | tuple[bool, str]:
         text, self._fates = doc.text, []
         result = super().filter(doc)

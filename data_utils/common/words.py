@@ -1,7 +1,7 @@
-"""The words of a text in any script, for comparing texts: evaluation texts of builds and cleaning, near-duplicates; and
-where its sentences end.
+"""Words and sentences of text in any script.
 
-Two spellings of one text have the same words:
+The words are for comparing texts: evaluation texts of builds and cleaning, and near-duplicates. Two spellings of one
+text have the same words:
 
 - The text is in Unicode's form NFKC_Casefold: composed and decomposed accents, full-width letters, ligatures and
   Arabic presentation forms are one, letter case is ignored, and what nobody sees (soft hyphens, joiners, variation

@@ -85,7 +85,8 @@ def _stayed(stayed: Mapping[str, str] | None) -> list[object]:
 
 def _examples(rules: Mapping[str, Any]) -> Iterator[Html]:
     for name, rule in rules.items():
-        examples, names = rule["examples"], ["place", "beginning of the text"]
+        examples = rule["examples"]
+        names: list[object] = ["place", "beginning of the text"]
         rows: list[list[object]] = [[example["at"], example["text"]] for example in examples]
         if examples and "stayed" in examples[0]:
             names += _STAYED
