@@ -73,7 +73,7 @@ def _copy_all(prefix: str | Path, target: Path, manifest: Mapping[str, Any]) -> 
     if needed > free:
         raise DataError(
             f"a copy of dataset {prefix} needs {needed:,} bytes, but {target.parent} has {free:,} free; free some "
-            "space or set data.local_directory to null."
+            "space or choose another data.local_directory."
         )
     with progress_bar(total=total, unit="B", unit_scale=True, desc=f"copy {prefix}") as bar:
         for suffix, recorded in files:
