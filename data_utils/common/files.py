@@ -169,7 +169,7 @@ def write_synced(path: Path, content: bytes) -> None:
 def open_new(path: Path) -> IO[bytes]:
     """A new file to write, in place of what has its name: a leftover, perhaps another user's, or a link. Raises OSError."""
     path.unlink(missing_ok=True)
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb")
+    return open(path, "wb", opener=lambda name, flags: os.open(name, flags | os.O_EXCL, 0o666))
 
 
 @contextlib.contextmanager
