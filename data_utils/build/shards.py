@@ -29,7 +29,14 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from data_utils.common.errors import DataError
-from data_utils.common.files import disk_errors, remove_directory, sync_directory, sync_file, write_atomically, write_synced
+from data_utils.common.files import (
+    disk_errors,
+    remove_directory,
+    sync_directory,
+    sync_file,
+    write_atomically,
+    write_synced,
+)
 from data_utils.common.untrusted import conform, parse_json, read_bounded
 from data_utils.storage.objects import input_change, with_present_identities
 

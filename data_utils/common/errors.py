@@ -32,8 +32,8 @@ class ExitStatus(IntEnum):
     """How an entry point ended. docs/cluster.md says what a job script does with each status."""
 
     FINISHED = 0  # the run reached training.steps or training.stop_after_step, and saved
-    CRASHED = 1  # after a traceback, as of Python itself; or another rank died (one line)
-    USER_ERROR = 2  # a mistake in configuration, data or checkpoint; the same start fails again
+    CRASHED = 1  # after a traceback, as of Python itself; or an error that may pass, or another rank died (one line)
+    USER_ERROR = 2  # a mistake in configuration, data or checkpoint, a full disk; the same start fails again
     STOPPED = 75  # after a signal; all is saved, start again to continue (EX_TEMPFAIL of sysexits)
     HALTED = 76  # after the file STOP; all is saved, remove the file to continue
     UNSOUND = 77  # gradients stayed non-finite, or weights that must be equal are not
@@ -209,7 +209,7 @@ def run_command(
         _flush_output()
         sys.exit(1)
     except OSError as error:
-        user_error = _system_error(error)
+        user_error = system_error(error)
         print_error(user_error)
         status = user_error.status
     if interrupts.end_work() and status == ExitStatus.FINISHED:  # a library has swallowed the exception
@@ -242,7 +242,7 @@ def _flush_output() -> OSError | None:
     return None
 
 
-def _system_error(error: OSError) -> UserError:
+def system_error(error: OSError) -> UserError:
     """The line of an error of the system that nothing else has explained."""
     remedy = system_remedy(error, "change its permissions" if error.errno in _RIGHTS else "")
     if error.filename is None:

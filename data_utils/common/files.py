@@ -146,7 +146,7 @@ def remove_files(*paths: Path) -> None:
 
 def remove_directory(path: Path) -> None:
     """Remove a directory with all in it that can be removed. Raises the first OSError."""
-    errors: list[OSError] = []
+    errors: list[BaseException] = []
     shutil.rmtree(path, onerror=lambda function, name, info: errors.append(info[1]))
     if errors:
         raise errors[0]
@@ -167,7 +167,7 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 def open_new(path: Path) -> IO[bytes]:
-    """A new file to write, in place of what has its name: a leftover, perhaps another user's, or a link. Raises OSError."""
+    """A new file to write, in place of what has its name: a leftover, perhaps another's, or a link. Raises OSError."""
     path.unlink(missing_ok=True)
     return open(path, "wb", opener=lambda name, flags: os.open(name, flags | os.O_EXCL, 0o666))
 

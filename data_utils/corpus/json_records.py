@@ -57,7 +57,7 @@ def _json_object(line: bytes) -> dict[str, Any]:
 
 
 def _with_other_numbers(line: bytes) -> Any:
-    """The value of a line whose numbers are not all finite, as 1e999, or NaN, which Python writes; None if it has none."""
+    """The value of a line with numbers that are not finite (1e999; NaN, which Python writes); None if it has none."""
     try:
         tree = json.loads(line.decode())  # of bytes it would take other encodings too
         orjson.dumps(tree)  # raises for half of a surrogate pair

@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from support.builds import TIMEOUT, build, finished_shards, outputs, start
+from support.builds import TIMEOUT, build, finished_shards, start
 from support.byte_tokenizer import (
     ByteTokenizer,
     OtherTokenizer,

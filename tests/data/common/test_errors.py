@@ -60,7 +60,11 @@ def test_an_error_has_its_status_and_one_line(error, status, capsys):
     ("number", "status", "remedy"),
     [
         (errno.ENOSPC, ExitStatus.USER_ERROR, "; free some space, and repeat the command"),
-        (errno.EMFILE, ExitStatus.USER_ERROR, "; raise the limit of open files (ulimit -n), and repeat the command"),
+        (
+            errno.EMFILE,
+            ExitStatus.USER_ERROR,
+            "; raise the limit of open files (ulimit -n), and repeat the command",
+        ),
         (errno.EROFS, ExitStatus.USER_ERROR, "; change its permissions, and repeat the command"),
         (errno.EIO, ExitStatus.CRASHED, ""),  # may pass
     ],

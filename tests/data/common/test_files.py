@@ -57,9 +57,9 @@ def test_a_leftover_that_cannot_be_removed_is_named_and_stays(tmp_path, monkeypa
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
 
     monkeypatch.setattr(os, "unlink", refuse)
-    with pytest.raises(DataError, match=r"\(\S*vocab\.txt\.partial: Operation not permitted\)"):
-        with disk_errors(tmp_path / "vocab.txt"), new_file(tmp_path / "vocab.txt"):
-            pass
+    refused = pytest.raises(DataError, match=r"\(\S*vocab\.txt\.partial: Operation not permitted\)")
+    with refused, disk_errors(tmp_path / "vocab.txt"), new_file(tmp_path / "vocab.txt"):
+        pass
     assert (tmp_path / "vocab.txt.partial").read_text() == "theirs"
 
 

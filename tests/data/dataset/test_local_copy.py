@@ -100,7 +100,9 @@ def test_a_whole_copy_of_another_user_is_read(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "open", open_to_read)
     assert local_copy(tmp_path / "d", tmp_path / "local") == copy
-    with pytest.raises(DataError, match=r"other/\S+\.lock: Permission denied\); choose another data.local_dir"):
+    with pytest.raises(
+        DataError, match=r"other/\S+\.lock: Permission denied\); choose another data.local_dir"
+    ):
         local_copy(tmp_path / "d", tmp_path / "other")
 
 
