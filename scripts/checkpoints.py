@@ -147,17 +147,12 @@ def rewind(run: Path, step: int) -> None:
     """Set the checkpoints after `step` aside. Raises UserError, also while the run is training."""
     from megatron_lite.checkpoint.write import rewind
 
-    try:
-        resolve_run(run)
-        read_run_state(run).require_checkpoints()
-        with held(run, "rewinds"):
-            aside = rewind(run, step)
-            # Also if nothing moved: an earlier command may have been killed between the two.
-            record_rewind(run, step)
-    except OSError as error:
-        raise CheckpointError(
-            f"{error.filename}: {error.strerror}; fix the permissions to move it."
-        ) from None
+    resolve_run(run)
+    read_run_state(run).require_checkpoints()
+    with held(run, "rewinds"):
+        aside = rewind(run, step)
+        # Also if nothing moved: an earlier command may have been killed between the two.
+        record_rewind(run, step)
     if aside is None:
         print(f"{run}: the checkpoint of step {step} is already the latest")
         return

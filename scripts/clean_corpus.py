@@ -128,7 +128,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{after['documents']:,} of {before['documents']:,} documents, {after['bytes']:,} of {before['bytes']:,} bytes"
     )
     for name, rule in report["rules"].items():
-        print(f"  {name}: {rule['documents']:,} documents {'removed' if rule['removed'] else 'reported'}")
+        met = f"{rule['parts']:,} parts" if rule["parts"] else f"{rule['documents']:,} documents"
+        print(f"  {name}: {met}, {rule['bytes']:,} bytes {'removed' if rule['removed'] else 'reported'}")
     print("".join(f"  {printable(line)}\n" for line in left_out(report)), end="")
     print(f"report: {args.output / 'report.html'}")
     return 0

@@ -34,6 +34,7 @@ from data_utils.common.errors import (
     print_error,
     printable,
     run_command,
+    system_error,
 )
 from data_utils.corpus.documents import BAD_RECORD_POLICIES, DEFAULT_MAX_BAD_RECORDS, TEXT_SPLITS
 from data_utils.dataset.indexed_dataset import IndexedDataset
@@ -241,8 +242,8 @@ def main_of_rank(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print(INTERRUPTED, file=sys.stderr)
         MPI.COMM_WORLD.Abort(INTERRUPTED_STATUS)
-    except BaseException:  # the other ranks would wait for this one
-        traceback.print_exc()
+    except BaseException as error:  # the other ranks would wait for this one
+        print_error(system_error(error)) if isinstance(error, OSError) else traceback.print_exc()
         MPI.COMM_WORLD.Abort(1)
     return 0
 

@@ -2,9 +2,10 @@
 
     python scripts/split_sentences.py --input 'raw/*.jsonl' --output sentences.txt
 
-A sentence ends at . ! or ? before white space and a capital letter or digit, and at an empty line. That is right for
-prose in European languages, apart from abbreviations before names ("Dr. Who"). For other texts use a segmenter of your
-own that writes one sentence a line. Sentences of more than --most-words words are left out and counted.
+A sentence ends at . ! ? or such a mark of another script before white space and a letter that is not small or a digit,
+at a full-width mark, and at an empty line. That is right for prose, apart from abbreviations before names ("Dr. Who"),
+and not for Thai, which has no such marks: there use a segmenter of your own that writes one sentence a line. Sentences
+of more than --most-words words, cut at spaces, are left out and counted.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import IO
 
 from data_utils.common.errors import ArgumentParser, ConfigError, DataError, expanded_path, run_command
 from data_utils.common.files import disk_errors, new_file, require_writable
+from data_utils.common.words import SENTENCE_END
 from data_utils.corpus.documents import (
     BAD_RECORD_POLICIES,
     DEFAULT_MAX_BAD_RECORDS,
@@ -27,8 +29,8 @@ from data_utils.corpus.documents import (
     read_documents,
 )
 
-# Quotation marks and brackets may follow the end of a sentence, or come before the next.
-_END = re.compile(r"((?<=[.!?])[\"'”’)\]]*)\s+(?=[\"'“‘(\[]?[A-Z0-9À-ÖØ-Þ])")  # noqa: RUF001
+_BEGIN = re.compile(r"[\"'“‘«(\[]?([^\W_])")  # noqa: RUF001  quotation marks and brackets may come before a sentence
+_FULL_WIDTH = frozenset("。！？｡")  # noqa: RUF001
 _PARAGRAPH = re.compile(r"\n\s*\n")
 
 
@@ -37,9 +39,11 @@ def sentences_of(text: str) -> Iterator[str]:
     for paragraph in _PARAGRAPH.split(text):
         line = " ".join(paragraph.split())
         start = 0
-        for end in _END.finditer(line):
-            yield line[start : end.end(1)]
-            start = end.end()
+        for end in SENTENCE_END.finditer(line):
+            begin = _BEGIN.match(line, end.end())
+            if line[end.start()] in _FULL_WIDTH or (begin and not begin[1].islower()):
+                yield line[start : end.start(1)]
+                start = end.end()
         if start < len(line):
             yield line[start:]
 

@@ -11,6 +11,7 @@ The manifest and the files of a dataset name all of them entities, which came fi
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -105,7 +106,9 @@ class CapitalReader:
 def _capital(text: str, start: int, end: int) -> int:
     """The annotation of a token, which may begin with the space before a word."""
     start += len(text[start:end]) - len(text[start:end].lstrip())
-    begins_word = text[start:end][:1].isalpha() and not text[max(0, start - 1) : start].isalnum()
+    before = text[max(0, start - 1) : start]
+    is_within = before.isalnum() or (not before.isascii() and unicodedata.category(before)[0] == "M")
+    begins_word = text[start:end][:1].isalpha() and not is_within
     return int(text[start].isupper()) if begins_word else -1
 
 

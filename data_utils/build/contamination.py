@@ -1,16 +1,15 @@
 """Counts the documents of a corpus that share long word sequences with evaluation texts.
 
-This is a report, not a filter: documents stay in the corpus. Two texts share an n-gram when NGRAM_WORDS consecutive
-words agree, apart from letter case and punctuation (13 words, as in the analysis of GPT-3, arXiv:2005.14165, appendix
-C). A Chinese character counts as a word. N-grams are compared by 64-bit hashes: with a billion evaluation n-grams about
-one lookup in twenty billion is wrong. Evaluation texts shorter than an n-gram are counted, because no match is
-possible.
+This is a report, not a filter: documents stay in the corpus. Two texts share an n-gram when a passage of NGRAM_WORDS
+consecutive words agrees (13 words, as in the analysis of GPT-3, arXiv:2005.14165, appendix C; what words are is in
+data_utils/common/words.py). A Chinese character counts as a word, and a letter of kana, Thai and the like as a third of
+one. N-grams are compared by 64-bit hashes: with a billion evaluation n-grams about one lookup in twenty billion is
+wrong. Evaluation texts shorter than an n-gram are counted, because no match is possible.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
 import zlib
 from collections.abc import Sequence
 
@@ -18,28 +17,41 @@ import numpy as np
 
 from data_utils.build.config import BuildConfig
 from data_utils.common.errors import DataError
+from data_utils.common.words import separated, thirds
 from data_utils.corpus.documents import Document, read_document_files
 from data_utils.corpus.stored_files import InputFile
 
 NGRAM_WORDS = 13
 
-_WORD = re.compile(r"[\u3400-\u9fff\U00020000-\U0003ffff]|[^\W\u3400-\u9fff\U00020000-\U0003ffff]+")
-_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, so it has an inverse modulo 2**64
+_INVERSE = np.uint64(pow(0x9E3779B97F4A7C15, -1, 1 << 64))
 
 
 def ngram_hashes(text: str) -> np.ndarray:
-    """Hashes of all n-grams of a text, uint64 [words - NGRAM_WORDS + 1], empty for a shorter text."""
-    words = np.array(
-        [zlib.crc32(word.encode("utf-8", "replace")) for word in _WORD.findall(text.lower())], np.uint64
-    )
-    count = len(words) - NGRAM_WORDS + 1
-    if count < 1:
-        return np.empty(0, np.uint64)
-    hashes = np.zeros(count, np.uint64)
-    for offset in range(NGRAM_WORDS):  # uint64 arithmetic wraps, as a hash should
-        # All n-grams at once, word by word: 13 passes over an array instead of a loop over n-grams.
-        hashes = (hashes ^ (hashes >> np.uint64(29)) ^ words[offset : offset + count]) * _MULTIPLIER
+    """Hashes of all n-grams of a text, uint64 [n-grams], empty for a shorter text.
+
+    The n-gram of a word is the shortest passage from it on that counts NGRAM_WORDS: so many words, or more letters.
+    """
+    text = separated(text)
+    words = np.fromiter(map(zlib.crc32, text.encode().split()), np.uint64)
+    lengths = thirds(text)
+    if lengths is None:
+        starts = np.arange(max(len(words) - NGRAM_WORDS + 1, 0))
+        stops = starts + NGRAM_WORDS
+    else:
+        before = np.r_[0, lengths.cumsum()]
+        starts = np.flatnonzero(before[:-1] + 3 * NGRAM_WORDS <= before[-1])
+        stops = np.searchsorted(before, before[starts] + 3 * NGRAM_WORDS)
+    # A polynomial: sums from the start of the text give that of each passage, of any length. uint64 arithmetic wraps.
+    words = (words ^ (words >> np.uint64(29)) ^ _MULTIPLIER) * _MULTIPLIER
+    words ^= words >> np.uint64(32)
+    sums = np.r_[np.uint64(0), (words * _powers(_MULTIPLIER, len(words))).cumsum()]
+    hashes = (sums[stops] - sums[starts]) * _powers(_INVERSE, len(words))[starts]
     return hashes ^ (hashes >> np.uint64(32))
+
+
+def _powers(base: np.uint64, count: int) -> np.ndarray:
+    return np.full(count, base, np.uint64).cumprod()
 
 
 class EvaluationTexts:

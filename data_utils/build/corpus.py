@@ -264,10 +264,11 @@ def _finish(
     config, directory = job.config, job.directory
     records = [ShardRecord.from_tree(directory.record(number)) for number in range(len(job.shards))]
     counts, contaminated = _merge_counts(records)
-    counts.enforce(config.on_bad_record, config.max_bad_records, config.text_split)
     paths = list(dict.fromkeys(file_range.path for shard in job.shards for file_range in shard))
     if job.todo:  # otherwise nothing was read now, and `open` has compared the inputs
-        directory.open(_plan(config, tokenizer, paths, job.evaluation, job.annotation_reader), restart=False)
+        plan = _plan(config, tokenizer, paths, job.evaluation, job.annotation_reader)
+        directory.require_unchanged(plan)  # first: changed input may have bad records, too
+    counts.enforce(config.on_bad_record, config.max_bad_records, config.text_split)
     duplicates = _join(job, records, writers, statistics)
     contamination = None
     if job.evaluation is not None:

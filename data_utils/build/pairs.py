@@ -24,6 +24,7 @@ import numpy as np
 from data_utils.build.config import BuildConfig, require_json_lines
 from data_utils.common.errors import ConfigError
 from data_utils.common.setting_files import read_text, shown
+from data_utils.common.words import SENTENCE_END
 from data_utils.corpus.documents import ParsedBlock, RecordBlock, RecordCounts, SourceLocation
 from data_utils.corpus.json_records import UnusableRecord, json_type, parse_json_object
 from data_utils.corpus.mentions import KEPT
@@ -32,7 +33,6 @@ from data_utils.dataset.manifest import LABELS
 
 WITHOUT = "without"  # texts in which no pair was found
 _PARAGRAPHS = re.compile(r"\n[ \t\r]*\n")
-_SENTENCE_END = re.compile("[.!?\u2026][\"'\u201d\u2019)\\]]*(\\s+)")  # dots, quotes and brackets, and space
 
 
 class Pair(NamedTuple):
@@ -61,7 +61,9 @@ class PairReader:
     @cached_property
     def _marker(self) -> re.Pattern[str]:
         longest_first = sorted(self.names, key=len, reverse=True)
-        return re.compile(rf"({'|'.join(map(re.escape, longest_first))})\s*,\s*", re.IGNORECASE)
+        return re.compile(
+            rf"({'|'.join(map(re.escape, longest_first))})\s*[,\u060c\uff0c\u3001]\s*", re.IGNORECASE
+        )
 
     @cached_property
     def _numbers(self) -> dict[str, int]:
@@ -73,7 +75,7 @@ class PairReader:
 
     def _find(self, text: str) -> Iterator[Pair]:
         for paragraph in _PARAGRAPHS.split(text):
-            gaps = [match.span(1) for match in _SENTENCE_END.finditer(paragraph)]
+            gaps = [match.span(1) for match in SENTENCE_END.finditer(paragraph)]
             starts, ends = [0, *(end for _, end in gaps)], [*(start for start, _ in gaps), len(paragraph)]
             for previous, sentence in itertools.pairwise(zip(starts, ends, strict=True)):
                 if match := self._marker.match(paragraph, sentence[0]):

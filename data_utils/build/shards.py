@@ -29,7 +29,14 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from data_utils.common.errors import DataError
-from data_utils.common.files import disk_errors, sync_directory, sync_file, write_atomically, write_synced
+from data_utils.common.files import (
+    disk_errors,
+    remove_directory,
+    sync_directory,
+    sync_file,
+    write_atomically,
+    write_synced,
+)
 from data_utils.common.untrusted import conform, parse_json, read_bounded
 from data_utils.storage.objects import input_change
 
@@ -82,6 +89,16 @@ class BuildDirectory:
                 if "." in entry.name and _BUILD_ENTRY.fullmatch(entry.name) and entry.is_dir():
                     shutil.rmtree(entry, ignore_errors=True)
             (self.path / _STOP).unlink(missing_ok=True)
+
+    def require_unchanged(self, plan: Mapping[str, Any]) -> None:
+        """Raise DataError for input that changed while this build read it: its shards are of neither version."""
+        with disk_errors(self.path):
+            difference = _difference(_read_plan(self.path / _PLAN), _as_json_reads(plan))
+        if difference is not None:
+            self.remove()
+            raise DataError(
+                f"while the text was read there came {difference}; repeat the command when nothing writes to it."
+            )
 
     def finished(self) -> set[int]:
         """The numbers of the shards that are finished."""
@@ -175,12 +192,7 @@ class BuildDirectory:
             )
         for name in (_PLAN, _COMMITTING):  # first: without them the rest is ignored
             (self.path / name).unlink(missing_ok=True)
-        for entry in entries:
-            if entry.is_dir():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink(missing_ok=True)
-        self.path.rmdir()
+        remove_directory(self.path)
 
 
 def _read_plan(path: Path) -> dict[str, Any] | None:

@@ -44,23 +44,42 @@ class CountFile:
 
 @dataclass(slots=True)
 class Rule:
-    """What a rule met: documents, their bytes of UTF-8 at that moment, and the first ten of the input."""
+    """What a rule met: documents, or parts of documents that stay, their bytes of UTF-8 at that moment, and the first
+    ten of the input.
+    """
 
     documents: int = 0
+    parts: int = 0
     bytes: int = 0
-    examples: list[dict[str, Any]] = field(default_factory=list)  # source, start, line, text
+    examples: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, text: str, metadata: Mapping[str, Any]) -> None:
         self.documents += 1
         self.bytes += text_bytes(text)
-        if len(self.examples) < EXAMPLES:
-            location = {key: metadata[key] for key in ("source", "start", "line")}
-            self.examples.append({**location, "text": text[:EXAMPLE_CHARACTERS]})
+        self._show(text, metadata)
+
+    def cut(self, part: str, size: int, metadata: Mapping[str, Any]) -> None:
+        """Count a part that is cut out of a document. Args: part: what an example shows, if anything. size: bytes."""
+        self.parts += 1
+        self.bytes += size
+        if part:
+            self._show(part, metadata)
 
     def merge(self, other: Mapping[str, Any]) -> None:
         self.documents += other["documents"]
+        self.parts += other["parts"]
         self.bytes += other["bytes"]
         self.examples += other["examples"][: EXAMPLES - len(self.examples)]
+
+    def _show(self, text: str, metadata: Mapping[str, Any]) -> None:
+        if len(self.examples) < EXAMPLES:
+            self.examples.append(example(text, metadata))
+
+
+def example(text: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Where a document is, the beginning of its text, and the group of near-duplicates that it belongs to, if any."""
+    where = {key: metadata[key] for key in ("source", "start", "line", "group") if key in metadata}
+    return {**where, "text": text[:EXAMPLE_CHARACTERS]}
 
 
 def merged_rules(files: CountFile) -> dict[str, Rule]:
@@ -69,7 +88,7 @@ def merged_rules(files: CountFile) -> dict[str, Rule]:
     for counts in files.read():
         for name, rule in counts.items():
             rules.setdefault(name, Rule()).merge(rule)
-    return dict(sorted(rules.items(), key=lambda item: (-item[1].documents, item[0])))
+    return dict(sorted(rules.items(), key=lambda item: (-item[1].documents, -item[1].bytes, item[0])))
 
 
 def merged_records(files: CountFile) -> tuple[dict[str, Any], RecordCounts]:

@@ -17,6 +17,8 @@ from datatrove.pipeline.filters import (
     GopherRepetitionFilter,
 )
 from datatrove.pipeline.filters.base_filter import BaseFilter
+from datatrove.pipeline.filters.c4_filters import CITATION_REGEX
+from datatrove.utils.text import split_into_sentences
 from datatrove.utils.word_tokenizers import WhitespaceTokenizer, WordTokenizer, load_word_tokenizer
 
 from data_utils.build.contamination import EvaluationTexts
@@ -24,6 +26,8 @@ from data_utils.cleaning.keep import Keep
 from data_utils.cleaning.recipe import C4, C4Paragraphs, FineWeb, GopherQuality, GopherRepetition, Recipe
 from data_utils.cleaning.writers import RemovedDocuments
 from data_utils.common.errors import ConfigError
+from data_utils.common.words import words
+from data_utils.corpus.documents import text_bytes
 
 _HAN = "\u3400-\u9fff\U00020000-\U0003ffff"
 _WORD = re.compile(rf"[{_HAN}]|[^\s{_HAN}]+")
@@ -39,6 +43,16 @@ class SpaceWords(WhitespaceTokenizer):
 
     def word_tokenize(self, text: str) -> list[str]:
         return text.split() if text.isascii() else _WORD.findall(text)
+
+
+class ComparedWords(WhitespaceTokenizer):
+    """Words of near-duplicates: those by which evaluation texts are found, in any script.
+
+    Of text in ASCII these are the words at spaces, since MinHash makes punctuation spaces before.
+    """
+
+    def word_tokenize(self, text: str) -> list[str]:
+        return words(text)
 
 
 def word_tokenizer(recipe: Recipe) -> WordTokenizer:
@@ -81,9 +95,42 @@ def _gopher_repetition(rules: GopherRepetition, **options: Any) -> BaseFilter:
     )
 
 
+class CountedC4(C4QualityFilter):
+    """datatrove's filter, which counts what it cuts out of the documents that stay."""
+
+    _fates: list[str]  # of the parts of a document: kept, or the rule that cuts it out
+
+    def filter(self, doc: Document) -> bool | tuple[bool, str]:
+        text, self._fates = doc.text, []
+        result = super().filter(doc)
+        if result is True:
+            self._count(doc, text)
+        return result
+
+    def stat_update(self, *labels: str, value: int = 1, unit: str | None = None) -> None:
+        super().stat_update(*labels, value=value, unit=unit)
+        # datatrove counts each line as one of the total, and then as kept or by the rule that cuts it out.
+        if labels[0].startswith("line-") and labels[0] != "line-total":
+            self._fates.append(labels[0])
+
+    def _count(self, document: Document, text: str) -> None:
+        parts = text.splitlines(True) if self.split_paragraph else split_into_sentences(text, self.language)
+        removed, rest = self.exclusion_writer, text_bytes(text) - text_bytes(document.text)
+        for part, fate in zip(parts, self._fates, strict=True):
+            reason, shown = fate, part
+            if fate == "line-kept":
+                if not self.remove_citations or not (found := CITATION_REGEX.findall(part)):
+                    continue
+                reason, shown = "citations", "".join(found)
+            removed.cut(document, reason, shown, size := text_bytes(shown))
+            rest -= size
+        if rest:
+            removed.cut(document, "white space", "", rest)
+
+
 def _c4(rules: C4, **options: Any) -> BaseFilter:
     # datatrove writes -1 where a recipe has null.
-    return C4QualityFilter(**{k: -1 if v is None else v for k, v in asdict(rules).items()}, **options)
+    return CountedC4(**{k: -1 if v is None else v for k, v in asdict(rules).items()}, **options)
 
 
 def _c4_paragraphs(rules: C4Paragraphs, exclusion_writer: RemovedDocuments, language: Any) -> BaseFilter:

@@ -44,11 +44,12 @@ if TYPE_CHECKING:
     from data_utils.cleaning.reader import Reading
     from data_utils.cleaning.stages import Inputs, WorkFolders
 
-_PLAN_VERSION = 2
+_PLAN_VERSION = 3
 _PLAN = "plan.json"
 _INPUTS = ("input", "held-out")  # of a plan: a list of [name, size, identity] each
 _MAX_BYTES = 256 << 20  # of a plan
-_OTHER_FILES = 100  # that a task has open besides those of the other tasks
+_FILES_OF_A_TASK = 3  # that finding exact duplicates opens: what it reads, duplicates, their counts
+_OTHER_FILES = 100
 _PACKAGES = ("datatrove", "regex", "dill", "loguru")  # datatrove 0.10 imports regex and does not say so
 
 
@@ -162,13 +163,13 @@ def _allow_open_files(config: CleaningConfig) -> None:
     near = config.recipe.recipe.near_duplicates
     if near is None and not config.recipe.recipe.exact_duplicates:
         return
-    needed = max(config.tasks, near.num_buckets if near is not None else 0) + _OTHER_FILES
+    needed = max(_FILES_OF_A_TASK * config.tasks, near.num_buckets if near is not None else 0) + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise ConfigError(
-            f"--tasks is {config.tasks:,}, and finding duplicates opens a file of each task or bucket at once, "
+            f"--tasks is {config.tasks:,}, and finding duplicates opens files of all tasks or buckets at once, "
             f"{needed:,} files, but this machine allows {hard:,}; use fewer tasks, or raise the limit (ulimit -n)."
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
@@ -365,10 +366,10 @@ def _run_stages(
             with contextlib.suppress(OSError):
                 _remove(work)
         raise
-    facts = {key: value for key, value in report.items() if key != "rules"}
+    facts = {key: value for key, value in report.items() if key not in ("rules", "largest_groups")}
     facts["records"] = {key: value for key, value in report["records"].items() if key != "examples"}
     facts["rules"] = {
-        name: {key: rule[key] for key in ("documents", "bytes", "removed")}
+        name: {key: rule[key] for key in ("documents", "parts", "bytes", "removed")}
         for name, rule in report["rules"].items()
     }
     write_atomically(work / "output" / FILE, record_bytes(facts, files))
@@ -425,18 +426,24 @@ def _report(
     recipe = config.recipe.recipe
     read, records = merged_records(folders.counts("read"))
     written = list(folders.counts("written").read())
+    groups = _groups(folders, read["lines"])
     rules: dict[str, dict[str, Any]] = {}
+    left, after = {"documents": read["documents"], "bytes": read["bytes"]}, {}
     for step in removal_steps(recipe, inputs.evaluation is not None):
         removes = step != "contamination" or recipe.contaminated == "remove"
         # What c4 left without text is counted by a step of its own.
         for name in [step, "c4.empty"] if step == "c4" else [step]:
             for rule, counts in merged_rules(folders.counts(f"removed/{name}")).items():
-                rules[rule] = {**_rule(counts, read["lines"]), "removed": removes}
+                rules[rule] = {**_rule(counts, read["lines"], groups), "removed": removes}
+                if removes:
+                    left = {key: count - rules[rule][key] for key, count in left.items()}
+        after[step] = left
     report = {
         "recipe": to_tree(recipe),
         "recipe_file": {"name": config.recipe.path.name, "sha256": config.recipe.sha256},
         "versions": {name: importlib.metadata.version(name) for name in ("datatrove", "numpy", "regex")},
         "in": {"documents": read["documents"], "bytes": read["bytes"]},
+        "after": after,
         "out": {
             "documents": sum(counts["documents"] for counts in written),
             "bytes": sum(counts["bytes"] for counts in written),
@@ -452,6 +459,10 @@ def _report(
         },
         "rules": rules,
     }
+    if recipe.near_duplicates is not None:
+        report["largest_groups"] = [
+            {"documents": size, "stayed": groups[group]} for group, size in _read_groups(folders)["largest"]
+        ]
     if inputs.evaluation is not None:
         report["evaluation"] = {
             "texts": inputs.evaluation.num_texts,
@@ -470,15 +481,38 @@ def _report(
     return report, files
 
 
-def _rule(counts: Rule, lines: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    """A rule in the report. Args: lines: [source, start, lines] of ranges of files."""
+def _rule(
+    counts: Rule, lines: Sequence[Sequence[Any]], groups: Mapping[int, dict[str, str] | None]
+) -> dict[str, Any]:
+    """A rule in the report. Args: lines: [source, start, lines] of ranges of files. groups: see `_groups`."""
+    examples = [
+        {
+            **_example(example, lines),
+            **({"stayed": groups[example["group"]]} if "group" in example else {}),
+        }
+        for example in counts.examples
+    ]
     return {
-        "documents": counts.documents,
-        "bytes": counts.bytes,
-        "examples": [
-            {"at": _location(example, lines), "text": example["text"]} for example in counts.examples
-        ],
+        "documents": counts.documents, "parts": counts.parts, "bytes": counts.bytes, "examples": examples
+    }  # fmt: skip
+
+
+def _groups(folders: WorkFolders, lines: Sequence[Sequence[Any]]) -> dict[int, dict[str, str] | None]:
+    """The text that stayed of each group of near-duplicates that is shown; None: a held-out text."""
+    stayed = {
+        int(group): _example(example, lines)
+        for counts in folders.counts("stayed").read()
+        for group, example in counts.items()
     }
+    return {**stayed, **dict.fromkeys(_read_groups(folders).get("held_out", ()))}
+
+
+def _read_groups(folders: WorkFolders) -> dict[str, Any]:
+    return next(folders.counts("groups").read(), {})
+
+
+def _example(example: Mapping[str, Any], lines: Sequence[Sequence[Any]]) -> dict[str, str]:
+    return {"at": _location(example, lines), "text": example["text"]}
 
 
 def _location(example: Mapping[str, Any], lines: Sequence[Sequence[Any]]) -> str:
@@ -488,8 +522,8 @@ def _location(example: Mapping[str, Any], lines: Sequence[Sequence[Any]]) -> str
 
 
 def _require_whole(report: Mapping[str, Any], folders: WorkFolders, files: Mapping[str, int]) -> None:
-    """Raise DataError unless every document that was read is removed or written, and all that was written is there."""
-    removed = sum(rule["documents"] for rule in report["rules"].values() if rule["removed"])
+    """Raise DataError unless each byte that was read is removed or written, and all that was written is there."""
+    removed = report["in"]["documents"] - (left := list(report["after"].values())[-1])["documents"]
     if not report["out"]["documents"] and removed == report["in"]["documents"]:
         largest = max(report["rules"].items(), key=lambda item: item[1]["documents"])
         raise _UselessWork(
@@ -497,9 +531,9 @@ def _require_whole(report: Mapping[str, Any], folders: WorkFolders, files: Mappi
             f"({largest[1]['documents']:,}); set other thresholds."
         )
     text = folders.output / TEXT
-    is_whole = removed + report["out"]["documents"] == report["in"]["documents"]
-    if not is_whole or any((text / name).stat().st_size != size for name, size in files.items()):
+    if left != report["out"] or any((text / name).stat().st_size != size for name, size in files.items()):
         raise DataError(
-            f"the work in {folders.root} is damaged: {report['in']['documents']:,} documents were read, {removed:,} "
-            f"removed and {report['out']['documents']:,} written; discard it with --restart."
+            f"the work in {folders.root} is damaged: the rules leave {left['documents']:,} documents of "
+            f"{left['bytes']:,} bytes, and {report['out']['documents']:,} of {report['out']['bytes']:,} were written; "
+            "discard it with --restart."
         )

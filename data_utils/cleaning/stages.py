@@ -4,7 +4,7 @@
     exact              find exact duplicates
     signatures         of near-duplicates, of the documents that are no exact duplicates
     held_out, index    the same of texts that are held out; an index of these
-    buckets, clusters  pairs of near-duplicates; which document of each group stays
+    buckets, clusters  pairs of near-duplicates; which document of each group stays; groups that the report shows
     write              read what `filter` wrote, leave out duplicates, write the output
 
 Documents are numbered by (task, position), which is the order of the input for any number of tasks (reader.py). So the
@@ -40,7 +40,15 @@ from datatrove.utils.word_tokenizers import WordTokenizer
 
 from data_utils.build.contamination import EvaluationTexts
 from data_utils.cleaning.counts import CountFile
-from data_utils.cleaning.filters import Contamination, KeepFilter, NotEmpty, make_filter, word_tokenizer
+from data_utils.cleaning.filters import (
+    ComparedWords,
+    Contamination,
+    KeepFilter,
+    NotEmpty,
+    make_filter,
+    word_tokenizer,
+)
+from data_utils.cleaning.groups import FindGroups, ShowGroups
 from data_utils.cleaning.keep import Keep
 from data_utils.cleaning.reader import CorpusReader, Reading, ranges_of_tasks
 from data_utils.cleaning.recipe import NearDuplicates, Recipe
@@ -121,8 +129,12 @@ def make_stages(recipe: Recipe, inputs: Inputs, folders: WorkFolders, tasks: int
         without_exact = [ExactDedupFilter(folders.data("exact"), _exact_config())]
     if recipe.near_duplicates is not None:
         pipeline = [_filtered(folders), *without_exact]
-        stages += _near(recipe.near_duplicates, inputs, folders, pipeline, tasks, words)
-        without_near = [MinhashDedupFilter(folders.data("clusters"), _removed("near_duplicates", folders))]
+        compared = ComparedWords() if recipe.words == "spaces" else words
+        stages += _near(recipe.near_duplicates, inputs, folders, pipeline, tasks, compared)
+        without_near = [
+            ShowGroups(folders.counts("groups"), folders.counts("stayed")),
+            MinhashDedupFilter(folders.data("clusters"), _removed("near_duplicates", folders)),
+        ]
     if without_exact:
         removed = _removed("exact_duplicates", folders)
         without_exact = [ExactDedupFilter(folders.data("exact"), _exact_config(), removed)]
@@ -215,5 +227,8 @@ def _near(
     pairs: Any = MinhashDedupBuckets(
         folders.data("signatures"), folders.data("pairs"), index, config, only_dedup_in_index=False
     )
-    groups = MinhashDedupCluster(folders.data("pairs"), folders.data("clusters"), config)
-    return [*stages, Stage("buckets", rules.num_buckets, [pairs]), Stage("clusters", 1, [groups])]
+    groups = MinhashDedupCluster(
+        folders.data("pairs"), folders.data("clusters"), config, save_cluster_id=True
+    )
+    find = FindGroups(folders.data("clusters"), folders.counts("groups"))
+    return [*stages, Stage("buckets", rules.num_buckets, [pairs]), Stage("clusters", 1, [groups, find])]

@@ -1,4 +1,4 @@
-"""The last steps of pipelines: clean text as JSON lines, and what becomes of a removed document.
+"""The last steps of pipelines: clean text as JSON lines, and what becomes of removed documents and parts of documents.
 
 datatrove gives each document that a filter removes to the filter's `exclusion_writer`. Ours keeps counts and ten
 examples of each rule: all that is removed from a crawl is as large as the crawl.
@@ -33,6 +33,11 @@ class RemovedDocuments:
         rule = f"{self.name}: {reason}" if reason else self.name
         self._rules.setdefault(rule, Rule()).add(document.text, document.metadata)
         self._task = rank
+
+    def cut(self, document: Document, reason: str, part: str, size: int) -> None:
+        """Count a part of a document that stays; see `Rule.cut`."""
+        self._rules.setdefault(f"{self.name}: {reason}", Rule()).cut(part, size, document.metadata)
+        self._task = document.metadata["task"]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

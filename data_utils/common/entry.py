@@ -27,6 +27,8 @@ if sys.version_info < (3, 11):  # noqa: UP036  the requirement of pyproject.toml
 
 def _report_in_one_line(error_type, error, traceback):  # type: ignore[no-untyped-def]
     errors = sys.modules.get("data_utils.common.errors")
+    if errors is not None and issubclass(error_type, OSError):
+        error_type, error = errors.UserError, errors.system_error(error)
     if errors is not None and issubclass(error_type, errors.UserError):  # found while modules are imported
         print(f"error: {error}", file=sys.stderr)
         sys.exit(int(error.status))

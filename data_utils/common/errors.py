@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import logging
 import os
 import re
 import sys
@@ -17,14 +19,21 @@ from data_utils.common.urls import is_url, without_secrets
 
 _SETTING = re.compile(r"[A-Za-z_]\w*(\.\w+)*=")
 MESSAGE_LENGTH = 4000  # longest message that is printed
+# What helps against an error of the system, whatever was done when it came.
+_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
+    errno.EXDEV: "an overlay moves no directory of its lower layers, so copy what holds it (cp -r) and use the copy",
+}
+_RIGHTS = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class ExitStatus(IntEnum):
     """How an entry point ended. docs/cluster.md says what a job script does with each status."""
 
     FINISHED = 0  # the run reached training.steps or training.stop_after_step, and saved
-    CRASHED = 1  # after a traceback, as of Python itself; or another rank died (one line)
-    USER_ERROR = 2  # a mistake in configuration, data or checkpoint; the same start fails again
+    CRASHED = 1  # after a traceback, as of Python itself; or an error that may pass, or another rank died (one line)
+    USER_ERROR = 2  # a mistake in configuration, data or checkpoint, a full disk; the same start fails again
     STOPPED = 75  # after a signal; all is saved, start again to continue (EX_TEMPFAIL of sysexits)
     HALTED = 76  # after the file STOP; all is saved, remove the file to continue
     UNSOUND = 77  # gradients stayed non-finite, or weights that must be equal are not
@@ -145,6 +154,23 @@ def printable(text: str) -> str:
     return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
 
 
+def system_problem(error: OSError) -> str:
+    """What the system refuses, and for which file: for one in a closed directory, this directory."""
+    words = error.strerror or str(error)
+    if error.filename is None or isinstance(error.filename, int):
+        return words
+    path = Path(os.fsdecode(error.filename))
+    if error.errno == errno.EACCES:
+        closed = (above for above in reversed(path.parents) if not os.access(above, os.X_OK))
+        path = next(closed, path)
+    return f"{path}: {words}"
+
+
+def system_remedy(error: OSError, otherwise: str) -> str:
+    """What helps against an error of the system. Args: otherwise: what helps against one that depends on the work."""
+    return _REMEDIES.get(error.errno or 0, otherwise)
+
+
 def print_error(error: UserError, place: str = "") -> None:
     """One line on stderr, without secrets of URLs. Args: place: of the rank, if others print their own."""
     message = without_secrets(str(error))
@@ -169,8 +195,9 @@ def run_command(
     user_error: UserError | None = None
     is_printed = True
     interrupts.begin_work()
+    logging.raiseExceptions = False  # a log that cannot be written costs its lines, and no traceback for each
     try:
-        status = main() or ExitStatus.FINISHED
+        status = _with_output(main)
     except UserError as error:
         user_error, is_printed = error, not quiet or error.only_here
         if is_printed:
@@ -179,12 +206,52 @@ def run_command(
     except KeyboardInterrupt:
         status = _interrupted()
     except BrokenPipeError:  # the reader of the output has ended, for example `| head`
+        _flush_output()
         sys.exit(1)
+    except OSError as error:
+        user_error = system_error(error)
+        print_error(user_error)
+        status = user_error.status
     if interrupts.end_work() and status == ExitStatus.FINISHED:  # a library has swallowed the exception
         status = _interrupted()
+    _flush_output()
     if leave is not None:
         leave(status, user_error, is_printed)
     sys.exit(status)
+
+
+def _with_output(main: Callable[[], int | None]) -> int:
+    """The status of an entry point, whose output is written when this returns."""
+    try:
+        status = main()
+    except SystemExit as end:  # of --help
+        status = end.code  # type: ignore[assignment]
+    if (error := _flush_output()) is not None:
+        raise error
+    return status or ExitStatus.FINISHED
+
+
+def _flush_output() -> OSError | None:
+    """The error that the output cannot be written for; what is left of it goes nowhere, else Python would try again."""
+    try:
+        print(end="", flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        error.filename = "standard output"
+        return error
+    return None
+
+
+def system_error(error: OSError) -> UserError:
+    """The line of an error of the system that nothing else has explained."""
+    remedy = system_remedy(error, "change its permissions" if error.errno in _RIGHTS else "")
+    if error.filename is None:
+        error = _flush_output() or error  # the same error, if it is that of the output
+    found = UserError(f"{system_problem(error)}{f'; {remedy}, and repeat the command' if remedy else ''}.")
+    found.only_here = True
+    if not remedy:  # it may pass: a job that it ended is queued again
+        found.status = ExitStatus.CRASHED  # type: ignore[misc]  # of the instance, not of the class
+    return found
 
 
 def _interrupted() -> int:

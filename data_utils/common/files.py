@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from data_utils.common.errors import ConfigError, DataError
+from data_utils.common.errors import ConfigError, DataError, system_problem, system_remedy
 from data_utils.common.urls import is_url
 
 if TYPE_CHECKING:  # it takes long to load, and only pictures need it
@@ -87,7 +87,8 @@ def write_whole(path: Path, content: bytes, option: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, content)
     except OSError as error:
-        raise DataError(f"{option} {path}: {error.strerror}; choose another {option}.") from None
+        remedy = system_remedy(error, f"choose another {option}")
+        raise DataError(f"{option} {path}: {error.strerror}; {remedy}.") from None
 
 
 def write_picture(path: Path, figure: Figure, option: str, dpi: int | None = None) -> None:
@@ -123,27 +124,52 @@ def new_file(path: Path) -> Iterator[IO[bytes]]:
 def _partial_file(path: Path, ending: str) -> Iterator[IO[bytes]]:
     # A fixed name, so that the same command finds and replaces what an interrupted one left.
     partial = path.with_name(f"{path.name}{ending}")
+    new = open_new(partial)
     try:
-        with open_new(partial) as file:
+        with new as file:
             yield file
             sync_file(file)
         os.replace(partial, path)
     except BaseException:
-        partial.unlink(missing_ok=True)
+        remove_files(partial)
         raise
     sync_directory(path.parent)
 
 
+def remove_files(*paths: Path) -> None:
+    """Remove what is left of work that has ended. One that stays, with its error, must hide neither the others' removal
+    nor how the work ended."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def remove_directory(path: Path) -> None:
+    """Remove a directory with all in it that can be removed. Raises the first OSError."""
+    errors: list[BaseException] = []
+    shutil.rmtree(path, onerror=lambda function, name, info: errors.append(info[1]))
+    if errors:
+        raise errors[0]
+
+
+def copy_files(source: Path, target: Path) -> None:
+    """Make `target` a directory with the files of `source`. Of the content alone: some file systems refuse modes."""
+    target.mkdir()
+    for path in source.iterdir():
+        (copy_files if path.is_dir() else shutil.copyfile)(path, target / path.name)
+
+
 def write_synced(path: Path, content: bytes) -> None:
-    """Write a file and wait until its content is on disk; its name may not be. Follows no link. Raises OSError."""
+    """Write a file and wait until its content is on disk; its name may not be. Raises OSError."""
     with open_new(path) as file:
         file.write(content)
         sync_file(file)
 
 
 def open_new(path: Path) -> IO[bytes]:
-    """A file to write, emptied if it exists. Raises OSError, also for a link: it may lead to another's file."""
-    return open(path, "wb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
+    """A new file to write, in place of what has its name: a leftover, perhaps another's, or a link. Raises OSError."""
+    path.unlink(missing_ok=True)
+    return open(path, "wb", opener=lambda name, flags: os.open(name, flags | os.O_EXCL, 0o666))
 
 
 @contextlib.contextmanager
@@ -159,7 +185,7 @@ def new_directory(output: Path) -> Iterator[Path]:
         require_new_directory(output)  # another command may have made it before the lock was ours
         try:
             if partial.exists():  # left by a command that was killed
-                shutil.rmtree(partial)
+                remove_directory(partial)
             partial.mkdir()
             yield partial
             put_in_place(partial, output)
@@ -192,7 +218,7 @@ def locked(output: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)  # while it is locked: whoever has opened it sees that it is no more
+            remove_files(path)  # while it is locked: whoever has opened it sees that it is no more
             os.close(descriptor)
     finally:
         for above in missing:
@@ -248,7 +274,17 @@ def _sync_tree(directory: Path) -> None:
 def sync_file(file: IO[bytes]) -> None:
     """Wait until what was written to an open file is on disk."""
     file.flush()
-    os.fsync(file.fileno())
+    sync_descriptor(file.fileno())
+
+
+def sync_descriptor(descriptor: int) -> None:
+    """Wait until an open file or directory is on disk, where its file system can tell. Raises OSError."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Answers of file systems that sync no directories, or nothing: what was written is complete all the same.
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS):
+            raise
 
 
 def sync_directory(directory: Path) -> None:
@@ -259,7 +295,7 @@ def sync_directory(directory: Path) -> None:
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        sync_descriptor(descriptor)
     finally:
         os.close(descriptor)
 
@@ -274,10 +310,8 @@ def disk_errors(output: str | Path, setting: str = "--output") -> Iterator[None]
             f"output {output} is being written by another process; wait until it finishes."
         ) from None
     except OSError as error:
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        remedy = "free some space" if is_full else f"choose another {setting}"
+        remedy = system_remedy(error, f"choose another {setting}")
         # A file that is read may be the cause.
-        file = "" if error.filename is None else f"{error.filename}: "
         raise DataError(
-            f"output {output} cannot be written ({file}{error.strerror or error}); {remedy} and repeat the command."
+            f"output {output} cannot be written ({system_problem(error)}); {remedy} and repeat the command."
         ) from None

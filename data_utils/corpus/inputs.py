@@ -145,7 +145,8 @@ class _Inputs:
         locked = [folder for folder in folders if not os.access(folder, os.R_OK | os.X_OK)]
         for folder in locked:
             self._refuse(f"the directory {folder} cannot be read; check its permissions")
-        matches = sorted(dict.fromkeys(str(Path(match)) for match in glob.glob(escaped, recursive=True)))
+        found = filter(os.path.lexists, glob.glob(escaped, recursive=True))  # of absent/** glob finds absent/
+        matches = sorted(dict.fromkeys(str(Path(match)) for match in found))
         if not matches and not locked:
             hint = ""
             if "[" in pattern:

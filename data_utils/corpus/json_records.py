@@ -47,7 +47,7 @@ def _json_object(line: bytes) -> dict[str, Any]:
         tree = orjson.loads(line)
     except orjson.JSONDecodeError as error:
         raise_if_out_of_memory(error)
-        tree = _with_numbers_of_python(line)
+        tree = _with_other_numbers(line)
         if tree is None:
             raise _why_not_json(line, error) from None
     if not isinstance(tree, dict):
@@ -56,12 +56,10 @@ def _json_object(line: bytes) -> dict[str, Any]:
     return tree
 
 
-def _with_numbers_of_python(line: bytes) -> Any:
-    """The value of a line with NaN or Infinity in it, which Python's own library writes; None if it has no value."""
-    if b"NaN" not in line and b"Infinity" not in line:
-        return None
+def _with_other_numbers(line: bytes) -> Any:
+    """The value of a line with numbers that are not finite (1e999; NaN, which Python writes); None if it has none."""
     try:
-        tree = json.loads(line)
+        tree = json.loads(line.decode())  # of bytes it would take other encodings too
         orjson.dumps(tree)  # raises for half of a surrogate pair
     except (ValueError, TypeError, RecursionError):
         return None

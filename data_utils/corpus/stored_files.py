@@ -88,7 +88,9 @@ def refuse_other_content(data: bytes | bytearray, path: InputFile) -> None:
     """Raise DataError for text whose first bytes show that it is none, or has another encoding."""
     for beginning, what in _BEGINNINGS.items():
         if data.startswith(beginning):
-            raise DataError(f"{path}: the file is {what}.")
+            # Its name there, and an encoding that a server adds (Content-Encoding), are not the reader's to change.
+            first = "; download it first" if isinstance(path, StoredObject) else ""
+            raise DataError(f"{path}: the file is {what}{first}.")
 
 
 @contextlib.contextmanager

@@ -39,11 +39,14 @@ def local_copy(prefix: str | Path, directory: str | Path) -> Path:
     target = directory / f"{Path(prefix).name}-{manifest['checksum'][:16]}"
     with disk_errors(target, "data.local_directory"):
         directory.mkdir(parents=True, exist_ok=True)
-        # The ranks of a node: one copies, the others wait and find it.
-        with open(open_locked(Path(f"{target}.lock"), wait=True), "w"):
-            _refuse_links(target)
-            if not dataset_path(target, ".json").exists():
-                _copy_all(prefix, target, manifest)
+        # A whole copy, which its last file marks, is only read: it may be another user's.
+        if not dataset_path(target, ".json").exists():
+            # The ranks of a node: one copies, the others wait and find it.
+            with open(open_locked(Path(f"{target}.lock"), wait=True), "w"):
+                if not dataset_path(target, ".json").exists():
+                    _refuse_links(target)
+                    _copy_all(prefix, target, manifest)
+        _refuse_links(target)
     if IndexedDataset(target).manifest["checksum"] != manifest["checksum"]:
         raise DataError(
             f"{target} has the name of a copy of {prefix} but different content; remove it or choose another "
@@ -70,7 +73,7 @@ def _copy_all(prefix: str | Path, target: Path, manifest: Mapping[str, Any]) -> 
     if needed > free:
         raise DataError(
             f"a copy of dataset {prefix} needs {needed:,} bytes, but {target.parent} has {free:,} free; free some "
-            "space or set data.local_directory to null."
+            "space or choose another data.local_directory."
         )
     with progress_bar(total=total, unit="B", unit_scale=True, desc=f"copy {prefix}") as bar:
         for suffix, recorded in files:

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from data_utils.common.checksums import FileChecksums, damage_at, difference, first_difference
 from data_utils.common.errors import ConfigError, DataError
-from data_utils.common.files import sync_directory
+from data_utils.common.files import remove_files, sync_descriptor, sync_directory
 from data_utils.common.progress import progress_bar
 from data_utils.common.urls import is_url
 from data_utils.dataset.indexed_dataset import IndexedDataset
@@ -64,10 +64,10 @@ def fetch_file(url: str, target: Path, recorded: Mapping[str, Any], bar: tqdm) -
                     )
 
             _at_all_blocks(recorded, copy, bar)
-            os.fsync(descriptor)
+            sync_descriptor(descriptor)
         os.replace(partial, target)
     except OSError:
-        partial.unlink(missing_ok=True)
+        remove_files(partial)
         raise
     sync_directory(target.parent)
 

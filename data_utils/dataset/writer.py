@@ -17,6 +17,7 @@ from data_utils.common.files import (
     disk_errors,
     open_locked,
     open_new,
+    remove_files,
     sync_directory,
     sync_file,
     write_synced,
@@ -163,10 +164,7 @@ class IndexedDatasetWriter:
         """
         if self._finished:
             return
-        for path in reversed(self._renamed):
-            path.unlink(missing_ok=True)
-        for suffix in (*self._checksums, ".lengths", ".json"):
-            self._partial(suffix).unlink(missing_ok=True)
+        remove_files(*reversed(self._renamed), *map(self._partial, (*self._checksums, ".lengths", ".json")))
         with contextlib.suppress(OSError):  # closing flushes, and a full disk fails a second time
             self._files.close()  # last: it releases the lock
 

@@ -191,6 +191,8 @@ def _refused(label: str, status: int) -> Exception:
         remedy = (
             "give a URL with a valid signature or user:password@, or for a dataset of the hub set HF_TOKEN"
         )
+    elif status < 400:
+        problem = f"the server's redirects lead to no file (status {status})"
     elif status in (404, 410):
         problem = f"the server has no such file (status {status})"
     elif status in (412, 416):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from data_utils.common.errors import MESSAGE_LENGTH, CheckpointError
+from data_utils.common.errors import MESSAGE_LENGTH, CheckpointError, system_problem
 from data_utils.common.setting_files import one_line
 from megatron_lite.checkpoint.manifest import checkpoint_step, list_checkpoints
 from megatron_lite.parallel.context import ParallelContext
@@ -59,7 +59,7 @@ def collective_error(what: str, failure: str, failed: int, context: ParallelCont
 def describe_error(error: Exception) -> str:
     """One line: what went wrong, and with which file. Untrusted names in it are escaped."""
     if isinstance(error, OSError) and error.strerror:
-        text = f"{error.filename}: {error.strerror}." if error.filename else f"{error.strerror}."
+        text = f"{system_problem(error)}."
     else:
         text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     return one_line(text, MESSAGE_LENGTH)

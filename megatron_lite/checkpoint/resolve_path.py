@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 
-from data_utils.common.errors import CheckpointError
+from data_utils.common.errors import CheckpointError, system_problem, system_remedy
 from data_utils.common.hub import hub_name
 from data_utils.objectives import sections_with_models
 from megatron_lite.checkpoint.manifest import (
@@ -53,9 +53,8 @@ def path_type(path: Path) -> PathType:
     try:
         return _classify(path)
     except OSError as error:
-        raise CheckpointError(
-            f"{error.filename or path}: {error.strerror}; check that it can be read."
-        ) from None
+        remedy = system_remedy(error, "check that it can be read")
+        raise CheckpointError(f"{system_problem(error)}; {remedy}.") from None
 
 
 def _classify(path: Path) -> PathType:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from data_utils.common.errors import CheckpointError
+from data_utils.common.errors import CheckpointError, system_problem
 from megatron_lite.checkpoint.fragments import Fragment, StateOwner
 from megatron_lite.checkpoint.manifest import list_checkpoints, manifest_header
 from megatron_lite.checkpoint.write import Save, Watch, retain, unwatched
@@ -147,7 +147,7 @@ class Saver:
         try:
             retain(self._directory, self._config.keep_last, self._config.keep_every)
         except OSError as error:
-            log.warning("an old checkpoint in %s could not be deleted: %s", self._directory, error)
+            log.warning("old checkpoints stay, since they cannot be deleted: %s", system_problem(error))
 
 
 class Snapshot:

@@ -21,6 +21,7 @@ from typing import IO, Any
 import torch
 
 from data_utils.common.errors import CheckpointError
+from data_utils.common.files import sync_descriptor
 from megatron_lite.checkpoint.shard_slices import ShardSlice
 
 BLOCK_BYTES = 16 << 20  # written, and checked, at once
@@ -60,7 +61,7 @@ def write_tensors(
             assert tensor.numel() == math.prod(shape), name
             writer.add(tensor.detach().to(dtype).contiguous().flatten().view(torch.uint8))
         writer.finish()
-        os.fsync(file.fileno())
+        sync_descriptor(file.fileno())
     return {"bytes": writer.position, "block_bytes": writer.block_bytes, "crc32": writer.checksums}
 
 

@@ -185,8 +185,8 @@ def _clear_leftovers(directory: Path) -> None:
             # Killed between the two renames of `commit_directory`: the old checkpoint is the only one of its step.
             os.rename(path, directory / match[1])
             sync_directory(directory)
-        else:
-            shutil.rmtree(path)
+        else:  # what cannot be removed takes space, and must not keep the run from saving
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _write_rank(directory: Path, rank: int, fragments: Iterable[Fragment]) -> None:
@@ -257,18 +257,28 @@ def commit_directory(partial: Path, final: Path) -> None:
 
 
 def retain(directory: Path, keep_last: int, keep_every: int) -> None:
-    """Delete checkpoints beyond the newest `keep_last` (0 = keep all), except multiples of `keep_every` steps."""
+    """Delete checkpoints beyond the newest `keep_last` (0 = keep all), except multiples of `keep_every` steps.
+
+    Raises the first OSError when all that can be deleted are.
+    """
     if keep_last == 0:
         return
+    failure: OSError | None = None
     for path in list_checkpoints(directory)[:-keep_last]:
         step = checkpoint_step(path)
         if keep_every and step % keep_every == 0:
             continue
         # Renamed first, and that on disk: a half-deleted checkpoint has no valid name.
         doomed = path.with_name(f"{checkpoint_name(step)}.deleted")
-        os.rename(path, doomed)
-        sync_directory(directory)
+        try:
+            os.rename(path, doomed)
+            sync_directory(directory)
+        except OSError as error:  # the next may go; if all stayed, the disk would fill up
+            failure = failure or error
+            continue
         shutil.rmtree(doomed, ignore_errors=True)
+    if failure is not None:
+        raise failure
 
 
 def rewind(run: Path, step: int) -> Path | None:

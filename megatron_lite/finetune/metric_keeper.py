@@ -191,7 +191,7 @@ def keep_best(directory: Path, step: int) -> bool:
             try:
                 os.link(file, partial / file.name)
             except OSError:  # a file system without links
-                shutil.copy2(file, partial / file.name)
+                shutil.copyfile(file, partial / file.name)
         shutil.rmtree(best / name, ignore_errors=True)
         partial.rename(best / name)
         sync_directory(best)

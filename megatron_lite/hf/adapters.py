@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 
 from data_utils.common.errors import CheckpointError, ConfigError
+from data_utils.common.files import copy_files
 from data_utils.common.setting_files import shown
 from data_utils.common.settings import build, merge, to_tree
 from megatron_lite.checkpoint.manifest import (
@@ -333,7 +334,7 @@ def _copy_files(base: Checkpoint, directory: Path) -> None:
     """What an export of the run needs of the import that it is of."""
     origin = base.path.parent.parent
     if (origin / IMPORTED_FILES).is_dir():
-        shutil.copytree(origin / IMPORTED_FILES, directory / IMPORTED_FILES)
+        copy_files(origin / IMPORTED_FILES, directory / IMPORTED_FILES)
     # A trained base is no longer what the hub has.
     for name in (PADDING_ROWS, *[SOURCE] * (base.step == 0)):
         if (origin / name).exists():

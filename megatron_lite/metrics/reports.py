@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import yaml
 
-from data_utils.common.errors import ConfigError
+from data_utils.common.errors import ConfigError, system_remedy
 from data_utils.common.settings import to_tree
 from megatron_lite.config.tree import Config
 from megatron_lite.metrics import version
@@ -172,7 +172,7 @@ def save_resolved(config: Config, program: dict[str, Any]) -> None:
         path.write_text(f"# {version.NAME} {version.describe(program)}\n{text}", encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"run.directory {path.parent}: {error.strerror}; choose a writable directory."
+            f"run.directory {path.parent}: {error.strerror}; {system_remedy(error, 'choose a writable directory')}."
         ) from None
 
 

@@ -116,11 +116,9 @@ class Metrics:
 
     def close(self, outcome: str) -> None:
         """Args: outcome: what trackers show of the run: FINISHED, KILLED or FAILED."""
-        if self._file is not None:
-            self._file.close()
-        if self._board is not None:
-            with contextlib.suppress(OSError):
-                self._board.close()
+        for opened in filter(None, (self._file, self._board)):
+            with contextlib.suppress(OSError):  # a disk that fails then, too
+                opened.close()
         for tracker in self._trackers:
             tracker.close(outcome)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -19,6 +19,7 @@ def page(report: Mapping[str, Any]) -> str:
             element("h1", title),
             _section("Overview", _overview(report)),
             _section("Rules", *_rules(report)),
+            _section("Largest groups of near-duplicates", *_groups(report.get("largest_groups", ()))),
             _section("Examples", *_examples(report["rules"])),
             _section("Records left out by the reader", *_records(report["records"])),
             _section("Recipe", *_recipe(report)),
@@ -31,17 +32,15 @@ def _section(title: str, *parts: object) -> Html:
 
 
 def _overview(report: Mapping[str, Any]) -> Html:
-    before, after = report["in"], report["out"]
+    steps = {"read": report["in"], **{f"after {step}": left for step, left in report["after"].items()}}
     rows: list[list[object]] = [
         [
-            "documents",
-            f"{before['documents']:,}",
-            f"{after['documents']:,}",
-            _share(after, before, "documents"),
-        ],
-        ["bytes of text", f"{before['bytes']:,}", f"{after['bytes']:,}", _share(after, before, "bytes")],
-    ]
-    return table(["", "in", "out", "kept"], rows, "numbers")
+            name, f"{left['documents']:,}", _share(left, report["in"], "documents"), f"{left['bytes']:,}",
+            _share(left, report["in"], "bytes"),
+        ]
+        for name, left in {**steps, "written": report["out"]}.items()
+    ]  # fmt: skip
+    return table(["", "documents", "of all", "bytes of text", "of all"], rows, "numbers")
 
 
 def _share(part: Mapping[str, int], whole: Mapping[str, int], key: str) -> str:
@@ -52,29 +51,48 @@ def _rules(report: Mapping[str, Any]) -> Iterator[Html]:
     before, rules = report["in"], report["rules"]
     rows: list[list[object]] = [
         [
-            name, f"{rule['documents']:,}", _share(rule, before, "documents"), f"{rule['bytes']:,}",
-            _share(rule, before, "bytes"), "removed" if rule["removed"] else "only reported",
+            name, f"{rule['documents']:,}", _share(rule, before, "documents"), f"{rule['parts']:,}",
+            f"{rule['bytes']:,}", _share(rule, before, "bytes"), "removed" if rule["removed"] else "only reported",
         ]
         for name, rule in rules.items()
     ]  # fmt: skip
     if not rows:
         yield element("p", "No rule met a document.")
         return
-    yield element("p", "A document counts for the first rule that removes it.", class_="weak")
-    yield table(["rule", "documents", "of all", "bytes", "of all", ""], rows, "numbers")
-    removed = sum(rule["bytes"] for rule in rules.values() if rule["removed"])
-    within = before["bytes"] - removed - report["out"]["bytes"]
-    if within:
-        yield element(
-            "p", f"Within documents that stayed, or that a later rule removed, c4 cut out {within:,} bytes."
-        )
+    yield element(
+        "p",
+        "A document counts for the first rule that removes it. Parts are lines and the like that are cut out of "
+        "documents. The bytes written and those of all rules are the bytes read.",
+        class_="weak",
+    )
+    yield table(["rule", "documents", "of all", "parts", "bytes", "of all", ""], rows, "numbers")
+
+
+def _groups(groups: Sequence[Mapping[str, Any]]) -> Iterator[Html]:
+    if not groups:
+        yield element("p", "There is none.")
+        return
+    rows: list[list[object]] = [[f"{group['documents']:,}", *_stayed(group["stayed"])] for group in groups]
+    yield table(["documents", *_STAYED], rows)
+
+
+_STAYED = ("place of the one that stayed", "beginning of its text")
+
+
+def _stayed(stayed: Mapping[str, str] | None) -> list[object]:
+    return [stayed["at"], stayed["text"]] if stayed else ["a held-out text", ""]
 
 
 def _examples(rules: Mapping[str, Any]) -> Iterator[Html]:
     for name, rule in rules.items():
-        rows: list[list[object]] = [[example["at"], example["text"]] for example in rule["examples"]]
-        shown = table(["place", "beginning of the text"], rows)
-        yield element("details", element("summary", f"{name}: {len(rows)} of {rule['documents']:,}"), shown)
+        examples = rule["examples"]
+        names: list[object] = ["place", "beginning of the text"]
+        rows: list[list[object]] = [[example["at"], example["text"]] for example in examples]
+        if examples and "stayed" in examples[0]:
+            names += _STAYED
+            rows = [[*row, *_stayed(ex["stayed"])] for row, ex in zip(rows, examples, strict=True)]
+        count = f"{len(rows)} of {rule['parts'] or rule['documents']:,}"
+        yield element("details", element("summary", f"{name}: {count}"), table(names, rows))
 
 
 def _records(records: Mapping[str, Any]) -> Iterator[Html]:

@@ -26,8 +26,8 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from data_utils.common.errors import ConfigError
-from data_utils.common.files import is_named
+from data_utils.common.errors import ConfigError, system_remedy
+from data_utils.common.files import is_named, remove_files, sync_descriptor
 from data_utils.common.untrusted import conform_to, open_regular, parse_json, read_bounded
 from megatron_lite.parallel.launch import slurm_attempt
 
@@ -147,7 +147,7 @@ def acquire(directory: Path, what: str) -> Lease:
     except OSError as error:
         _remove_empty(new_directories)
         raise ConfigError(
-            f"run.directory {directory}: {error.strerror}; choose a writable directory."
+            f"run.directory {directory}: {error.strerror}; {system_remedy(error, 'choose a writable directory')}."
         ) from None
 
 
@@ -231,10 +231,10 @@ def _write_holder(path: Path, descriptor: int, what: str) -> str:
     own = Holder.this_process(what, _lock(descriptor) is True)
     try:
         os.pwrite(descriptor, json.dumps(asdict(own)).encode().ljust(RECORD_BYTES), 0)
-        os.fsync(descriptor)
+        sync_descriptor(descriptor)
     except OSError:
         if is_new:
-            path.unlink(missing_ok=True)
+            remove_files(path)
         raise
     if not is_new and not own.locked:
         # Without locks two machines may both have found the holder dead; the last one to write gets the lease.

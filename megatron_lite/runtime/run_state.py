@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from data_utils.common.errors import CheckpointError
+from data_utils.common.errors import CheckpointError, system_problem, system_remedy
 from megatron_lite.checkpoint.manifest import Checkpoint, list_checkpoints, none_is_valid
 from megatron_lite.checkpoint.verify import WrongStepNameError, read_checkpoint
 from megatron_lite.metrics.writer import FILE, has_saved
@@ -118,11 +118,8 @@ def read_run_state(run: Path) -> RunState:
         if not paths:
             return _without_checkpoint(run, checkpoints)
     except OSError as error:
-        problem = (
-            f"{error.filename or checkpoints}: {error.strerror}; change its permissions, or choose another "
-            "run.directory."
-        )
-        return RunState(run, Condition.UNREADABLE, problem)
+        remedy = system_remedy(error, "change its permissions, or choose another run.directory")
+        return RunState(run, Condition.UNREADABLE, f"{system_problem(error)}; {remedy}.")
     # The newest checkpoint's error decides the condition; a start falls back to the newest of the older good ones.
     newest_error: CheckpointError | None = None
     for path in reversed(paths):

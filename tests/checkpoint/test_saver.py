@@ -1,5 +1,7 @@
 """Saves in the background, failed saves, the last save."""
 
+import errno
+import os
 import threading
 
 import pytest
@@ -188,18 +190,31 @@ def test_a_failed_last_save_is_an_error_at_once(tmp_path):
     mend()
 
 
-def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path, caplog, monkeypatch):
+def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning_and_keeps_no_other(
+    tmp_path, caplog, monkeypatch
+):
+    """As one in a lower layer of an overlay, which cannot be renamed, or a leftover that is not ours."""
     engine, saver = make(tmp_path, ALONE, keep_last=1)
-    engine.train(1)
-    saver.save(1, {})
+    (tmp_path / "step_00000000.deleted").mkdir()
+    for name in ("rename", "rmdir"):
+        refuse_for(monkeypatch, name, ("step_00000001", "step_00000000.deleted"))
+    for step in (1, 2, 3):
+        engine.train(step)
+        saver.save(step, {})
+    assert valid_steps(tmp_path) == [1, 3]
+    assert f"cannot be deleted: {tmp_path}/step_00000001: Invalid cross-device link" in caplog.text
 
-    def refuse(*args):
-        raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("megatron_lite.checkpoint.saver.retain", refuse)
-    engine.train(2)
-    saver.save(2, {})
-    assert valid_steps(tmp_path) == [1, 2] and "could not be deleted" in caplog.text
+def refuse_for(monkeypatch, name, names):
+    """The function `name` of os fails for paths with these names."""
+    real = getattr(os, name)
+
+    def change(path, *arguments, **options):
+        if os.path.basename(path) in names:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(path))
+        real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, name, change)
 
 
 def test_a_snapshot_reuses_its_memory(tmp_path):

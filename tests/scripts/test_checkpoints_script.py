@@ -1,5 +1,7 @@
 """scripts/checkpoints.py as a user runs it."""
 
+import errno
+import os
 import shutil
 import signal
 import subprocess
@@ -237,6 +239,20 @@ def test_rewind_sets_newer_checkpoints_aside(directory, run):
     status, out, _ = run("rewind", directory, 10)
     assert status == 0 and "is already the latest" in out
     assert list(rewound_directories(checkpoints)) == [(aside, 20)]
+
+
+def test_rewind_says_what_an_overlay_needs(directory, run, monkeypatch):
+    def refuse(path, target):
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(path))
+
+    monkeypatch.setattr(os, "rename", refuse)
+    status, _, err = run("rewind", directory, 10)
+    assert status == 2 and "step_00000020: Invalid cross-device link; an overlay moves no directory" in err
+    monkeypatch.undo()
+    copy = shutil.copytree(directory, directory.with_name("copy"))
+    monkeypatch.setattr(sys, "argv", ["checkpoints.py", "rewind", str(copy), "10"])
+    checkpoints.main()
+    assert [path.name for path in list_checkpoints(copy / "checkpoints")] == ["step_00000010"]
 
 
 def test_rewind_refuses_what_would_lose_the_run(directory, run):

@@ -29,6 +29,13 @@ def test_where_sentences_end():
         "The end",
     ]
     assert list(sentences_of(" \n\n \n")) == []
+    for sentences, between in (
+        (["Он ушёл.", "«Она осталась?»", "Łódź jest tu."], " "),
+        (["यह घर है।", "वह नहीं है।"], " "),
+        (["هل هذا بيت؟", "نعم."], " "),
+        (["今日は雨です。", "「本当？」", "はい！！", "終わり"], ""),
+    ):
+        assert list(sentences_of(between.join(sentences))) == sentences
 
 
 @given(st.text(alphabet="aB1.!?\"') \n", max_size=40))

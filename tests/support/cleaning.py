@@ -107,7 +107,7 @@ def cleaned(directory: Path, output: str, *arguments: Any, **settings: Any) -> l
 
 def records(output: Path) -> list[dict[str, Any]]:
     files = sorted((output / "text").glob("*.jsonl"))
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return [json.loads(line) for file in files for line in file.read_bytes().splitlines()]
 
 
 def texts(found: Iterable[dict[str, Any]]) -> list[str]:

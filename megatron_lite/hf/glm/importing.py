@@ -11,7 +11,6 @@ in a file of the run's directory, so that an export to that layout is bit-equal.
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 from data_utils.common.errors import CheckpointError, ConfigError
+from data_utils.common.files import copy_files
 from data_utils.common.setting_files import shown
 from data_utils.common.settings import build, check, merge
 from data_utils.tokenizers.special_tokens import SpecialTokens
@@ -204,7 +204,7 @@ def _import_config(
     tree = merge(merge(source.base, {"model": source.settings}), tree)
     has_own_tokenizer = isinstance(tree.get("tokenizer"), Mapping) and "path" not in tree["tokenizer"]
     if has_own_tokenizer:
-        shutil.copytree(source.path / TRAINING_TOKENIZER, directory / "tokenizer")
+        copy_files(source.path / TRAINING_TOKENIZER, directory / "tokenizer")
         tokenizer_config = build(TokenizerConfig, {**tree["tokenizer"], "path": str(directory / "tokenizer")})
         tree = {**tree, "tokenizer": training_tokenizer(tokenizer_config, directory / "tokenizer")}
     tree = with_sizes(source.path, source.settings, tree)

@@ -7,7 +7,7 @@ step is evaluated, because an evaluation may take long, or hang.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 
 from megatron_lite.engine.engine import StepResult
 from megatron_lite.runtime.control import Requests
@@ -60,8 +60,9 @@ class Callbacks(Callback):
             callback.on_train_end(step)
 
     def close(self) -> None:
-        for callback in self._callbacks:
-            callback.close()
+        with ExitStack() as stack:  # an error of one leaves no other open
+            for callback in reversed(self._callbacks):
+                stack.callback(callback.close)
 
 
 def is_multiple(step: int, interval: int) -> bool:

@@ -225,6 +225,8 @@ def test_capitals_match_the_text_on_the_first_token_of_each_word(corpus, tmp_pat
         b"", "McDon no 7Up B", [(0, 2), (2, 5), (5, 8), (9, 10), (10, 12), (12, 14)]
     )
     assert pieces.tolist() == [1, -1, 0, -1, -1, 1]  # a token may begin with a space
+    pieces, _ = CapitalReader().token_values(b"", "E\u0301tE\u0301", [(0, 2), (2, 3), (3, 4)])
+    assert pieces.tolist() == [1, -1, -1]  # a mark is within its word
     assert IndexedDataset(tmp_path / "out").manifest["entities"]["ids"] == "capitals"
     assert "words with stored capitalization: 5" in "".join(report.lines())
 

@@ -62,6 +62,16 @@ def test_pairs_are_found_where_a_sentence_begins_with_a_marker_and_a_comma(text,
     assert PairReader(NAMES, None).pairs(b"", text) == [Pair(*pair) for pair in expected]
 
 
+def test_pairs_are_found_with_the_punctuation_of_other_scripts():
+    reader = PairReader(("但是", "لكن", "लेकिन"), None)
+    for text, pair in (
+        ("我们走了。但是，他没有。", Pair("我们走了。", "他没有。", 0)),
+        ("هل ذهب؟ لكن، لم نذهب.", Pair("هل ذهب؟", "لم نذهب.", 1)),
+        ("हम गए। लेकिन, वह नहीं गया।", Pair("हम गए।", "वह नहीं गया।", 2)),
+    ):
+        assert reader.pairs(b"", text) == [pair]
+
+
 def test_the_longest_marker_holds_and_no_marker_is_a_pattern():
     reader = PairReader(("in", "in fact", "a.b"), None)
     assert [pair.label for pair in reader.pairs(b"", "A. In fact, b. In, c. A.b, c. Axb, d.")] == [1, 0, 2]

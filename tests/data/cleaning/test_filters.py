@@ -19,9 +19,11 @@ from datatrove.pipeline.filters import (
 from datatrove.utils.hashing import HashConfig, create_hash_func
 from datatrove.utils.text import ngrams, simplify_text
 from support import cleaning
+from support.project import ROOT
 
 from data_utils.cleaning.filters import SpaceWords
 
+RECIPES = ROOT / "configs/cleaning"
 SPACES = cleaning.Spaces()
 CLASSES = {
     "gopher_quality": GopherQualityFilter(language=SPACES, min_doc_words=20),
@@ -68,18 +70,19 @@ def test_filters_equal_datatroves_classes(tmp_path, names):
     assert cleaning.texts(found) == expected and 0 < len(expected) < len(texts)
     report = json.loads((tmp_path / "out/report.json").read_text())
     rules = report["rules"]
-    assert {name: rule["documents"] for name, rule in rules.items()} == reasons
+    documents = {name: rule["documents"] for name, rule in rules.items()}
+    assert {name: count for name, count in documents.items() if count} == reasons
     assert report["in"] == {"documents": len(texts), "bytes": sum(len(text.encode()) for text in texts)}
     assert report["out"] == {
         "documents": len(expected),
         "bytes": sum(len(text.encode()) for text in expected),
     }
-    if "c4" not in names:  # which cuts lines out
-        assert report["in"]["bytes"] - report["out"]["bytes"] == sum(rule["bytes"] for rule in rules.values())
+    assert report["in"]["bytes"] - report["out"]["bytes"] == sum(rule["bytes"] for rule in rules.values())
     first = next(text for text in texts if CLASSES[names[0]].filter(Document(text, "")) is not True)
     places = {example["at"]: example["text"] for rule in rules.values() for example in rule["examples"]}
     assert places[f"raw.jsonl:{texts.index(first) + 1}"] == first[:300]
-    assert all(len(rule["examples"]) == min(rule["documents"], 10) for rule in rules.values())
+    shown = {name: len(rule["examples"]) for name, rule in rules.items() if rule["documents"]}
+    assert shown == {name: min(count, 10) for name, count in reasons.items()}
 
 
 def test_chinese_characters_are_words_and_other_words_are_cut_at_spaces():
@@ -97,7 +100,8 @@ def test_a_text_of_which_c4_leaves_nothing_is_removed(tmp_path):
     found = cleaning.cleaned(tmp_path, "out", "--input", "raw.jsonl", filters=filters)
     assert cleaning.texts(found) == ["One whole line stays."]
     rules = json.loads((tmp_path / "out/report.json").read_text())["rules"]
-    assert {name: rule["documents"] for name, rule in rules.items()} == {"c4: no line is left": 1}
+    assert rules["c4: no line is left"]["documents"] == 1
+    assert rules["c4: line-filter-no_terminal_punc"]["parts"] == 1
 
 
 LENGTH, PAIRS = 64, 250
@@ -209,3 +213,117 @@ def test_texts_that_share_13_words_with_evaluation_texts(tmp_path, contaminated)
     assert (rule["documents"], rule["removed"]) == (13, contaminated == "remove")
     assert (report["evaluation"]["texts"], report["evaluation"]["texts_too_short"]) == (21, 1)
     assert report["evaluation"]["bad"] == {"field_not_text": 2}
+
+
+LINES = {  # of a page: each with what c4 makes of it
+    "One sentence of this page ends here. [12] Another one follows it.": "citations",
+    "  Four words are here, \u00e9 too.\t": "line-kept",
+    "no mark at the end": "line-filter-no_terminal_punc",
+    "Two words.": "line-filter-too_few_words",
+    f"{'x' * 1001} is a long word.": "line-filter-too_long_word",
+    "Please enable Javascript in your browser.": "line-filter-javascript",
+    "This site uses cookies \u2013 as others do.": "line-filter-policy",
+    "Here the fourth sentence is. The fifth is here too. And there is a sixth one.": "line-kept",
+}
+
+
+def pages():
+    """Texts that every rule meets: prose, whole pages with other line ends, copies and near copies, other scripts."""
+    generator = random.Random(6)
+    texts = cleaning.prose()
+    long = [text for text in texts if len(text.split()) > 150][:30]
+    texts += [end.join(LINES) + end for end in ("\n", "\r\n", "\u2028")] + long[:5]
+    texts += [" ".join(text.split()[:-2]) for text in long] + ["\n".join([text] * 3) for text in long[5:8]]
+    texts += ["日本語の文章です。" * 9, "ภาษาไทย " * 30, "  \u2003x\u2003 "]
+    generator.shuffle(texts)
+    return texts
+
+
+SENTENCES = {"filters": {"c4": {"split_paragraph": False, "min_num_sentences": 2}, "gopher_repetition": {}}}
+
+
+@pytest.mark.parametrize(
+    "recipe", [*sorted(path.stem for path in RECIPES.glob("*.yaml")), SENTENCES], ids=str
+)
+def test_every_byte_that_came_in_is_kept_or_counted_by_a_rule(tmp_path, recipe):
+    """Also after each step. The bytes of input and output are counted here, from their files."""
+    texts = pages()
+    cleaning.write_lines(tmp_path / "raw.jsonl", texts)
+    long = [text.split() for text in texts if len(text.split()) > 200]
+    questions = [*(" ".join(words[20:40]) for words in long[:2]), list(LINES)[-1]]
+    cleaning.write_lines(tmp_path / "eval.jsonl", questions)
+    options = ["--input", "raw.jsonl", "--decontaminate", "eval.jsonl", "--tasks", 2]
+    settings = recipe if isinstance(recipe, dict) else {}
+    options += [] if settings else ["--recipe", recipe]
+    found = cleaning.texts(cleaning.cleaned(tmp_path, "out", *options, **settings))
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    rules = {name: rule for name, rule in report["rules"].items() if rule["removed"]}
+    left = {"documents": len(texts), "bytes": sum(len(text.encode()) for text in texts)}
+    assert report["in"] == left
+    for step, after in report["after"].items():
+        own = [rule for name, rule in rules.items() if name.partition(":")[0] == step]
+        left = {key: count - sum(rule[key] for rule in own) for key, count in left.items()}
+        assert after == left
+    assert (
+        left == {"documents": len(found), "bytes": sum(len(text.encode()) for text in found)} == report["out"]
+    )
+    assert rules["contamination"]["documents"] > 0
+    page = (tmp_path / "out/report.html").read_text()
+    for rule in rules.values():
+        assert f"<td>{rule['bytes']:,}</td>" in page and f"<td>{rule['parts']:,}</td>" in page
+
+
+def test_what_c4_cuts_out_is_counted_by_rule(tmp_path):
+    """With every line of a page known; a document that is removed counts as a whole."""
+    page = "\r\n".join(LINES)
+    cleaning.write_lines(tmp_path / "raw.jsonl", [page, "One. " + page.replace("Four", "{")])
+    (found,) = cleaning.texts(cleaning.cleaned(tmp_path, "out", "--input", "raw.jsonl", filters={"c4": {}}))
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    expected = {
+        f"c4: {fate}": (0, 1, len(f"{line}\r\n".encode()), [line])
+        for line, fate in LINES.items()
+        if fate.startswith("line-filter")
+    }
+    expected["c4: citations"] = (0, 1, 4, ["[12]"])
+    expected["c4: white space"] = (0, 1, 3 + 2, [])  # around the second line; \r of two kept lines
+    expected["c4: curly_bracket"] = (1, 0, report["in"]["bytes"] - len(page.encode()), None)
+    rules = {
+        name: (
+            rule["documents"],
+            rule["parts"],
+            rule["bytes"],
+            [example["text"].rstrip()[:300] for example in rule["examples"]] if rule["parts"] else None,
+        )
+        for name, rule in report["rules"].items()
+    }
+    shown = {
+        name: (*rest, texts and [text[:300] for text in texts]) for name, (*rest, texts) in expected.items()
+    }
+    assert rules == shown
+    assert report["out"]["bytes"] == len(found.encode())
+
+
+def test_the_report_shows_groups_of_near_duplicates_and_the_text_that_stayed(tmp_path, families):
+    """Groups by datatrove's survivors: each example names a text of the output that is similar to it."""
+    held = families[:20]
+    cleaning.write_lines(tmp_path / "raw.jsonl", families[20:])
+    cleaning.write_lines(tmp_path / "held.jsonl", held)
+    for name, options in (("plain", []), ("held", ["--held-out", "held.jsonl"])):
+        options += ["--input", "raw.jsonl", "--tasks", 3]
+        found = cleaning.texts(cleaning.cleaned(tmp_path, name, *options, near_duplicates={}))
+        report = json.loads((tmp_path / name / "report.json").read_text())
+        page = (tmp_path / name / "report.html").read_text()
+        examples = report["rules"]["near_duplicates"]["examples"]
+        sizes = [group["documents"] for group in report["largest_groups"]]
+        assert len(examples) == len(sizes) == 10 and sizes == sorted(sizes, reverse=True)
+        assert max(sizes) >= 3 and f'row">{sizes[0]}</th>' in page
+        stayed = [example["stayed"] for example in examples]
+        assert all(stayed) or (name == "held" and not report["largest_groups"][0]["stayed"])
+        for example, twin in zip(examples, stayed, strict=True):
+            if twin is None:
+                continue
+            number = int(twin["at"].partition(":")[2])
+            text = families[20:][number - 1]
+            assert text in found and twin["text"] == text[:300] and twin["at"] in page
+            removed = families[20:][int(example["at"].partition(":")[2]) - 1]
+            assert len(set(text.split()) & set(removed.split())) > LENGTH // 2

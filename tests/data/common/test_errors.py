@@ -1,6 +1,12 @@
 """Entry points: one line for what a user can mend, and the exit status that says what happened."""
 
+import errno
+import os
+import subprocess
+import sys
+
 import pytest
+from support.project import ROOT
 
 from data_utils.common.errors import (
     INTERRUPTED_STATUS,
@@ -15,6 +21,7 @@ from data_utils.common.errors import (
     expanded_path,
     print_error,
     run_command,
+    system_problem,
 )
 from data_utils.common.urls import without_secrets
 from megatron_lite.parallel import rendezvous
@@ -47,6 +54,43 @@ def test_an_error_has_its_status_and_one_line(error, status, capsys):
     assert capsys.readouterr().err == "error: a is 1; it must be 2.\n"
     assert ended(main, quiet=True) == (status, [status])
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "remedy"),
+    [
+        (errno.ENOSPC, ExitStatus.USER_ERROR, "; free some space, and repeat the command"),
+        (
+            errno.EMFILE,
+            ExitStatus.USER_ERROR,
+            "; raise the limit of open files (ulimit -n), and repeat the command",
+        ),
+        (errno.EROFS, ExitStatus.USER_ERROR, "; change its permissions, and repeat the command"),
+        (errno.EIO, ExitStatus.CRASHED, ""),  # may pass
+    ],
+)
+def test_an_error_of_the_system_is_one_line_of_the_rank_that_has_it(number, status, remedy, capsys):
+    def main():
+        raise OSError(number, os.strerror(number), "a/file")
+
+    assert ended(main, quiet=True) == (status, [status])
+    assert capsys.readouterr().err == f"error: a/file: {os.strerror(number)}{remedy}.\n"
+
+
+def test_a_closed_directory_is_named_and_no_file_that_it_may_not_have(monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != "runs/r")
+    error = PermissionError(errno.EACCES, "Permission denied", "runs/r/manifest.json")
+    assert system_problem(error) == "runs/r: Permission denied"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["list", "RUN"]], ids=" ".join)
+def test_output_that_cannot_be_written_is_one_line(arguments, tmp_path):
+    (tmp_path / "RUN/checkpoints/step_00000001").mkdir(parents=True)  # damaged, as the table says
+    command = [sys.executable, ROOT / "scripts/checkpoints.py", *arguments]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    error = "error: standard output: No space left on device; free some space, and repeat the command.\n"
+    assert done.returncode == 2 and done.stderr.endswith(error) and "Traceback" not in done.stderr
 
 
 def test_every_rank_prints_its_error_without_secrets_and_on_one_line(capsys):
@@ -146,8 +190,6 @@ def test_statuses_are_distinct_and_leave_those_of_signals_free():
 
 
 def test_the_guide_lists_every_status():
-    from support.project import ROOT
-
     guide = (ROOT / "docs/cluster.md").read_text()
     for status in ExitStatus:
         assert f"\n| {int(status)} | " in guide

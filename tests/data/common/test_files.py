@@ -1,11 +1,17 @@
 """Files of the scripts: whole or not at all, and refused early."""
 
+import errno
 import os
+import stat
 
 import pytest
 
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.common.files import (
+    copy_files,
+    disk_errors,
+    new_directory,
+    new_file,
     require_directory,
     require_new_directory,
     require_prefix,
@@ -38,9 +44,53 @@ def test_a_failed_write_leaves_the_old_file(error, tmp_path, monkeypatch):
 def test_a_link_that_someone_planted_is_not_followed(tmp_path):
     (tmp_path / "theirs").write_text("theirs")
     (tmp_path / "vocab.txt.partial").symlink_to(tmp_path / "theirs")
-    with pytest.raises(DataError, match="choose another --output"):
-        write_whole(tmp_path / "vocab.txt", b"new", "--output")
-    assert (tmp_path / "theirs").read_text() == "theirs" and not (tmp_path / "vocab.txt").exists()
+    write_whole(tmp_path / "vocab.txt", b"new", "--output")
+    assert (tmp_path / "theirs").read_text() == "theirs"
+    assert (tmp_path / "vocab.txt").read_text() == "new" and not (tmp_path / "vocab.txt").is_symlink()
+
+
+def test_a_leftover_that_cannot_be_removed_is_named_and_stays(tmp_path, monkeypatch):
+    """As another user's in /tmp."""
+    (tmp_path / "vocab.txt.partial").write_text("theirs")
+
+    def refuse(path, **options):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    refused = pytest.raises(DataError, match=r"\(\S*vocab\.txt\.partial: Operation not permitted\)")
+    with refused, disk_errors(tmp_path / "vocab.txt"), new_file(tmp_path / "vocab.txt"):
+        pass
+    assert (tmp_path / "vocab.txt.partial").read_text() == "theirs"
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF, errno.ENOTSUP])
+def test_file_systems_that_do_not_sync_directories_hold_results(tmp_path, monkeypatch, number):
+    fsync = os.fsync
+
+    def refuse_directories(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse_directories)
+    write_whole(tmp_path / "file", b"whole", "--output")
+    with new_directory(tmp_path / "out") as made:
+        (made / "file").write_bytes(b"whole")
+    assert {(path / "file").read_bytes() for path in (tmp_path, tmp_path / "out")} == {b"whole"}
+
+
+def test_modes_are_not_copied(tmp_path, monkeypatch):
+    """Some file systems refuse them."""
+
+    def refuse(path, *arguments, **options):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+
+    (tmp_path / "from/below").mkdir(parents=True)
+    (tmp_path / "from/below/file").write_text("text")
+    for name in ("chmod", "utime"):
+        monkeypatch.setattr(os, name, refuse)
+    copy_files(tmp_path / "from", tmp_path / "to")
+    assert (tmp_path / "to/below/file").read_text() == "text"
 
 
 def test_places_that_cannot_be_written(tmp_path):

@@ -1,4 +1,6 @@
+import errno
 import multiprocessing
+import os
 import shutil
 
 import pytest
@@ -77,11 +79,31 @@ def test_links_that_others_have_put_there_are_not_followed(tmp_path, suffix):
     planted = tmp_path / "local" / f"{copy.name}{suffix}"
     planted.parent.mkdir()
     planted.symlink_to(mine)
-    with pytest.raises(DataError, match=r"symbolic link"):
-        local_copy(tmp_path / "d", tmp_path / "local")
+    if not suffix.endswith(".partial"):  # which is replaced
+        with pytest.raises(DataError, match=r"symbolic link"):
+            local_copy(tmp_path / "d", tmp_path / "local")
     assert mine.read_text() == "precious"
     planted.unlink(missing_ok=True)  # the link itself may be cleared away
     verify(IndexedDataset(local_copy(tmp_path / "d", tmp_path / "local")))
+    assert mine.read_text() == "precious"
+
+
+def test_a_whole_copy_of_another_user_is_read(tmp_path, monkeypatch):
+    build(tmp_path / "d", [[1, 2], [3]])
+    copy = local_copy(tmp_path / "d", tmp_path / "local")
+    os_open = os.open
+
+    def open_to_read(path, flags, *arguments, **options):
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return os_open(path, flags, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", open_to_read)
+    assert local_copy(tmp_path / "d", tmp_path / "local") == copy
+    with pytest.raises(
+        DataError, match=r"other/\S+\.lock: Permission denied\); choose another data.local_dir"
+    ):
+        local_copy(tmp_path / "d", tmp_path / "other")
 
 
 def test_a_copy_that_finds_the_disk_full_leaves_nothing(tmp_path):

@@ -20,6 +20,7 @@ from data_utils.build.corpus import build_corpus
 from data_utils.common.errors import DataError, UserError
 from data_utils.corpus.documents import plan_shards
 from data_utils.corpus.inputs import expand_inputs
+from data_utils.corpus.stored_files import refuse_other_content
 from data_utils.storage import objects
 from scripts import split_sentences, train_tokenizer
 
@@ -159,7 +160,16 @@ def test_redirects(caplog):
             with pytest.raises(DataError, match=r"/a.jsonl: .*; check the URL") as error:
                 expand_inputs([f"{server.url}/a.jsonl"])
             assert "CANARY" not in str(error.value)
+        assert "redirects lead to no file (status 302)" in str(error.value)  # of the last, a circle
     assert not caplog.text
+
+
+def test_a_remedy_for_what_a_server_compresses():
+    """Its user cannot rename it there."""
+    with serving({"/a.jsonl": gzip.compress(b"{}\n")}) as server:
+        [listed] = expand_inputs([f"{server.url}/a.jsonl"])
+        with pytest.raises(DataError, match=r"gzip \(name it with \.gz\); download it first\."):
+            refuse_other_content(listed.read(0, 2), listed)
 
 
 def test_attempts_without_a_byte_end(caplog):

@@ -137,6 +137,7 @@ def test_other_encodings_have_their_remedy(tmp_path):
     ("line", "key", "text"),
     [
         ('{"text": "x", "score": NaN, "other": [Infinity, -Infinity]}', "text", "x"),
+        ('{"text": "x", "score": 1e999, "other": [-1e999]}', "text", "x"),
         ('{"meta": {"body": "x"}}', "meta.body", "x"),
         ('{"a": {"b.c": "x"}}', "a.b.c", "x"),
         ('{"a.b": "x", "a": {"b": "y"}}', "a.b", "x"),  # a field of the whole name comes first

@@ -44,9 +44,9 @@ def test_all_that_cannot_be_read_is_named_in_one_message(here):
     os.symlink("/dev/null", "raw/device.jsonl")
     write("raw/e.jsonl.gz.zip", "raw/f.parquet", "raw/g.tar.gz", content="")
     with pytest.raises(DataError) as error:
-        expand_inputs(["good.jsonl", "raw/*", "missing*.jsonl", "missing.jsonl", "{a,b}.jsonl"])
+        expand_inputs(["good.jsonl", "raw/*", "missing*.jsonl", "missing.jsonl", "{a,b}.jsonl", "absent/**"])
     message = str(error.value)
-    assert message.startswith("14 inputs cannot be read: (1) ") and "\n" not in message
+    assert message.startswith("15 inputs cannot be read: (1) ") and "\n" not in message
     for part in (
         "raw/b.jsonl is a link to blobs/gone, which",
         "raw/loop.jsonl is a link to",
@@ -60,6 +60,7 @@ def test_all_that_cannot_be_read_is_named_in_one_message(here):
         "raw/f.parquet: not a readable parquet file (it is empty)",
         "raw/c.xml has an unknown suffix",
         "pattern missing*.jsonl matches no file",
+        "pattern absent/** matches no file",
         "missing.jsonl does not exist",
         "remove the quotes",
     ):
