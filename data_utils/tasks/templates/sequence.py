@@ -198,7 +198,7 @@ class Seq2Seq:
         if self.task == "squadquestions":
             record = self._near_answer(record)
         texts_before, texts_after = rendered(self.slots, record, inputs.config)
-        before, after = inputs.encode(texts_before), inputs.encode(texts_after or [])
+        before, after = inputs.encode(texts_before), inputs.encode(texts_after or [], at_start=False)
         if not joined_ids([*before, *after]):
             raise DataError(f"{record.location}: the source has no token; correct or remove the sample.")
         max_tokens = inputs.config.sequence_length - overhead(input_format)
