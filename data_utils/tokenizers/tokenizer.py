@@ -173,6 +173,13 @@ class Tokenizer(abc.ABC):
             return WordToken(True, True, self.special_names.get(token_id, name))
         return marks.word_token(name)
 
+    @functools.cached_property
+    def sentinels(self) -> tuple[int, ...]:
+        """T5's sentinels in their order, as far as none is missing. Some files have them as ordinary tokens."""
+        names = {self.special_names.get(i) or self._name(i): i for i in range(self.num_tokens)}
+        ids = map(names.get, map("<extra_id_{}>".format, itertools.count()))
+        return tuple(itertools.takewhile(lambda token: token is not None, ids))  # type: ignore[arg-type]
+
     def is_unknown(self, token_id: int) -> bool:
         """Whether a token stands for text that the vocabulary lacks."""
         return token_id == self.special.unk and "unk" not in self.lacking
