@@ -33,9 +33,7 @@ def vocabulary(size: int, rng: np.random.Generator) -> Vocabulary:
     ends = rng.random(size) < 1 / SENTENCE_LENGTH
     starts = rng.random(size) < 1 / TOKENS_PER_WORD
     sentinels = tuple(range(size - 1, max(0, size - 101), -1))
-    return Vocabulary(
-        SPECIAL_TOKENS, size, ends, starts, tuple(map(str, range(size))), sentinels=sentinels
-    )
+    return Vocabulary(SPECIAL_TOKENS, size, ends, starts, tuple(map(str, range(size))), sentinels=sentinels)
 
 
 def random_batches(config: Config, count: int) -> list[Batch]:

@@ -27,7 +27,7 @@ SENTENCES = (
     "{Yes}; they're here, it's {done}, isn't it? The {dog} is (not {here})!",
     'The dog says "{fox}" and {jumps} {over} the {brown}...',
 )
-CHINESE = "今天{天气}很{好}。你好？"  # noqa: RUF001
+CHINESE = "今天{天气}很{好}。你好？"
 TRAINED = {"byte_bpe": "hf_json", "wordpiece": "bert_wordpiece", "sentencepiece": "sentencepiece"}
 T5_LIKE = ("t5", "t5_1_1", "mt5")
 MASKED = [

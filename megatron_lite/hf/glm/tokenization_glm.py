@@ -3,8 +3,8 @@
 `GLMTokenizerFast` holds a WordPiece or byte-level BPE vocabulary (tokenizer.json),
 `GLMSentencePieceTokenizer` a SentencePiece model (tokenizer.model; needs the sentencepiece package). In both,
 [MASK], [sMASK] and [gMASK] in a text mark blanks. Spaces before a blank are dropped, since the predicted span begins
-with one, and a tokenizer that puts a space before every text puts none after a blank. A text is wrapped in [CLS] and the
-end-of-text token.
+with one, and a tokenizer that puts a space before every text puts none after a blank. A text is wrapped in [CLS] and
+the end-of-text token.
 
 `build_inputs_for_generation`, `build_inputs_for_training` and `build_inputs_for_multiple_choice` append part
 B: sop and span for each blank, with the two position ids.

@@ -276,7 +276,9 @@ def _taking_space(tokenizer: Tokenizer) -> set[int]:
     """Tokens of hidden text, where a word has the space before it: in training they hide that space too."""
     if tokenizer.word_marks.kind != "space":
         return set()
-    masks = (special_id(tokenizer, role) for role in ("mask", "smask", "gmask") if role not in tokenizer.lacking)
+    masks = (
+        special_id(tokenizer, role) for role in ("mask", "smask", "gmask") if role not in tokenizer.lacking
+    )
     return {*masks, *tokenizer.sentinels}
 
 

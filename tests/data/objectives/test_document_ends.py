@@ -131,12 +131,19 @@ def test_an_objective_whose_tokens_are_lacking_is_refused_by_name(name, lacking,
 def test_an_objective_without_its_sentinels_is_refused_with_what_adds_them(name):
     """[MASK] is no sentinel, whatever else the vocabulary has."""
     words = replace(vocabulary(), sentinels=())
-    with pytest.raises(ConfigError, match=f"^{name} needs the sentinels <extra_id_0>, .* tokenizer.added_tokens=t5"):
+    with pytest.raises(
+        ConfigError, match=f"^{name} needs the sentinels <extra_id_0>, .* tokenizer.added_tokens=t5"
+    ):
         make_one(name, OBJECTIVES[name].config_class(), words, 5, 40)
 
 
 CHOSEN = {  # so that what else an objective may write is written, too
-    "blank_infilling": {"token_prob": 0.3, "sentence_prob": 0.3, "block_mask_prob": 0.5, "context_mask_ratio": 0.5},
+    "blank_infilling": {
+        "token_prob": 0.3,
+        "sentence_prob": 0.3,
+        "block_mask_prob": 0.5,
+        "context_mask_ratio": 0.5,
+    },
     "masked_lm": {"next_sentence": True},
 }
 
@@ -146,7 +153,8 @@ CHOSEN = {  # so that what else an objective may write is written, too
     [
         name
         for name in OBJECTIVES.own  # others have corpora of their own
-        if not OBJECTIVES[name].config_class.token_annotation and not OBJECTIVES[name].config_class.whole_documents
+        if not OBJECTIVES[name].config_class.token_annotation
+        and not OBJECTIVES[name].config_class.whole_documents
     ],
 )
 def test_an_objective_writes_no_token_that_it_does_not_ask_for(name):
@@ -155,7 +163,11 @@ def test_an_objective_writes_no_token_that_it_does_not_ask_for(name):
     Texts have an end where the vocabulary has one; without sop T5's decoder begins with pad, others with eos.
     """
     section = OBJECTIVES[name].config_class(**CHOSEN.get(name, {}))
-    lacking = {role: 500 + i for i, role in enumerate(asdict(SPECIAL)) if role not in (*section.needed_roles, "eos", "pad")}
+    lacking = {
+        role: 500 + i
+        for i, role in enumerate(asdict(SPECIAL))
+        if role not in (*section.needed_roles, "eos", "pad")
+    }
     if "eos" in section.needed_roles and "sop" in lacking:
         lacking["sop"] = SPECIAL.eos
     words = replace(vocabulary(), special=replace(SPECIAL, **lacking), lacking=frozenset(lacking))

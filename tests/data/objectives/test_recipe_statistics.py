@@ -16,8 +16,8 @@ from support.mask_rule import allowed, leaks
 from support.recipes import (
     FIRST_TEXT_TOKEN,
     MODE_TOKENS,
-    SPECIAL,
     SENTINELS,
+    SPECIAL,
     UL2_TOKENS,
     collate,
     make,
