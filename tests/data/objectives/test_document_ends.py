@@ -116,8 +116,8 @@ def test_t5s_decoder_begins_with_pad():
         ("blank_infilling", T5_LACKS, {"masked_lm": True, "token_prob": 1.0}, "tokens cls, mask"),
         ("masked_lm", T5_LACKS, {}, "tokens cls, sep, mask"),
         ("t5", GPT_LACKS, {"sentinel_first": 999}, "token eos"),
-        ("bart", GPT_LACKS, {}, "tokens cls, mask"),
-        ("prefix_lm", GPT_LACKS, {}, "token cls"),
+        ("bart", GPT_LACKS, {}, "tokens cls, mask, eos"),
+        ("prefix_lm", GPT_LACKS, {}, "tokens cls, eos"),
     ],
 )
 def test_an_objective_whose_tokens_are_lacking_is_refused_by_name(name, lacking, settings, missing):
