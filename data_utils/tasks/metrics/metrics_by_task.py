@@ -60,6 +60,12 @@ class Metrics:
         return sum(numbers) / len(numbers)
 
 
+    @property
+    def has_costs(self) -> bool:
+        """Whether a perplexity or loss is compared, of which lower is better, and which has no upper bound."""
+        return any(_WEIGHTS.get(name, 1.0) < 0 for name in self.compared or self.names)
+
+
 _WEIGHTS = {**dict.fromkeys((*PERPLEXITIES, LOSS), -1.0), **dict.fromkeys(BLEU, 0.01)}
 
 
