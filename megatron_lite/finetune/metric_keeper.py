@@ -25,6 +25,7 @@ from megatron_lite.parallel.context import ParallelContext
 
 log = logging.getLogger(__name__)
 
+
 class TaskMetricKeeper:
     """Evaluates a task during training (train/evaluation.py). The score is the mean over the validation files.
 

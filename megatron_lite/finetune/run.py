@@ -60,7 +60,9 @@ INITIAL_WEIGHTS_ADVICE = (
 MOST_LOOKED_AT = 10_000  # training samples, in even steps, of which the share that is cut is counted
 LEAST_RATE = 1e-4  # that small models need
 LITTLE_PROGRESS = 0.9  # a final loss above this share of a guess's loss means that little was learnt
-FAR_BELOW = 0.1  # relative, below the best possible score; of perplexities, what counts as better than a guess
+FAR_BELOW = (
+    0.1  # relative, below the best possible score; of perplexities, what counts as better than a guess
+)
 
 
 def finetune(
@@ -229,7 +231,12 @@ class _TaskEvaluations:
             labels = [record.label for record in records]
             held = {name for label in labels for name in (label if isinstance(label, tuple) else (label,))}
             if lacking := [label for label in self.task.renderer.labels if label not in held]:
-                log.warning("task %s: %s has no sample of %s: it teaches or measures nothing of that", name, path, listed(tuple(lacking)))
+                log.warning(
+                    "task %s: %s has no sample of %s: it teaches or measures nothing of that",
+                    name,
+                    path,
+                    listed(tuple(lacking)),
+                )
 
     def keeper(self, engine: PlainEngine, *arguments: Any) -> TaskMetricKeeper:
         """The metric keeper of the validation files. Args: arguments: the last arguments of a TaskMetricKeeper."""
@@ -361,7 +368,11 @@ def warn_of_little_progress(task: Task, directory: Path, lack: str = "") -> None
     reasons += filter(None, [lack])
     if reasons:
         rate = config.optimizer.lr
-        low = f"raise it: small models need {LEAST_RATE:g} to 3e-3" if rate < LEAST_RATE else "try three times less and more"
+        low = (
+            f"raise it: small models need {LEAST_RATE:g} to 3e-3"
+            if rate < LEAST_RATE
+            else "try three times less and more"
+        )
         log.warning(
             "%s: %s, so the task %s was hardly learnt. The likely cause is the learning rate (optimizer.lr is %g): %s. "
             "Else raise finetune.epochs (%d now, %d steps), or look at samples with scripts/inspect_batch.py.%s",
@@ -381,7 +392,9 @@ def guess_loss(task: Task) -> float:
     if head == "tags":
         return frequency_loss([tag for tags in labels for tag in tags])
     if head == "sets":
-        return statistics.mean(frequency_loss([name in held for held in labels]) for name in task.renderer.labels)
+        return statistics.mean(
+            frequency_loss([name in held for held in labels]) for name in task.renderer.labels
+        )
     is_single = task.renderer.prediction_type in ("classes", "numbers of choices")
     return frequency_loss(labels) if is_single and task.settings.loss == "cross_entropy" else 0.0
 

@@ -20,7 +20,7 @@ from data_utils.common.settings import SettingsError, build, check, merge, parse
 from data_utils.tasks.base import TaskRecord
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.metrics.metrics_by_task import check_metrics, compared_by, with_no_answers
-from data_utils.tasks.readers.by_name import read_records, task_labels
+from data_utils.tasks.readers.by_name import read_records, task_labels, with_labels
 from data_utils.tasks.templates.input_formats import choose_input_format
 from data_utils.tasks.templates.render import Renderer
 from data_utils.tokenizers.tokenizer import Tokenizer, load_tokenizer
@@ -233,9 +233,10 @@ def prepare(tree: Mapping[str, Any]) -> Task:
 
 def _with_files(config: Config, tokenizer: Tokenizer) -> Task:
     """One task with its files. Its configuration has the task's head, and no steps yet."""
+    assert config.task is not None
+    task = with_labels(config.task)
+    config = replace(config, task=task)
     renderer = make_renderer(config, tokenizer)
-    task = config.task
-    assert task is not None
     check_metrics(task, renderer.prediction_type, renderer.labels)
     train = [] if task.train is None else training_records(config, renderer)
     validation, test = (

@@ -316,7 +316,11 @@ RECALL = ["task.kind=lambada", "task.reader=synthetic", "task.train=recall:pairs
     [
         (RECALL, 0.54, "the best score is 0.5400 of a possible 1.0000"),
         (RECALL, 0.95, None),
-        ([], 0.6, "the best score is 0.6000, and a guess that reads none of the 32 validation samples scores 0.5"),
+        (
+            [],
+            0.6,
+            "the best score is 0.6000, and a guess that reads none of the 32 validation samples scores 0.5",
+        ),
         ([], 0.8, None),
         (["task.metrics=[matthews]"], 0.1, "samples scores 0.0000"),
         (["task.metrics=[matthews]"], 0.4, None),

@@ -59,7 +59,6 @@ class Metrics:
         numbers = [measured[name] * _WEIGHTS.get(name, 1.0) for name in self.compared or self.names]
         return sum(numbers) / len(numbers)
 
-
     @property
     def has_costs(self) -> bool:
         """Whether a perplexity or loss is compared, of which lower is better, and which has no upper bound."""
