@@ -285,7 +285,8 @@ def little_learnt(
     count = sum(len(file.records) for file in files.values())
     if best > guess + (FAR_BELOW * abs(guess) if metrics.has_costs else count**-0.5):
         return ""
-    return f"the best score is {best:.4f}, and a guess that reads none of the {count} validation samples scores {guess:.4f}"
+    without = f"a guess that reads none of the {count} validation samples scores {guess:.4f}"
+    return f"the best score is {best:.4f}, and {without}"
 
 
 def multi_task_data(task: Task, order: TaskOrder) -> MultiTaskData:

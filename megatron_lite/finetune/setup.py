@@ -33,8 +33,13 @@ from megatron_lite.finetune.multi_task import batches_per_epoch, join_configs, w
 from megatron_lite.models.electra.config import discriminator_alone
 from megatron_lite.models.optimus.config import encoder_alone
 
-# `Renderer.head` -> `model.task_head`; and the section `model` without a head.
-HEADED = {"classes": "classes", "sets": "classes", "values": "values", "tags": "tags", "spans": "spans"}
+# Kind of task -> `model.task_head`, of those that need one; and the section `model` without a head.
+HEAD_OF_KIND = {
+    **dict.fromkeys(("classification", "typing"), "classes"),
+    "regression": "values",
+    "tagging": "tags",
+    "spans": "spans",
+}
 HEADLESS = {"task_head": "none", "task_classes": 0, "task_heads": []}
 # Sections that a tuned run does not inherit from the run that it begins with.
 _NOT_INHERITED = (
@@ -154,14 +159,20 @@ def load_tree(
     task_tree = merge(task_tree, changes)
     if task_tree.get("tasks"):
         task_tree = with_sections(task_tree, changes.get("task", {}))
-    for section, keys in _PRETRAINING_SETTINGS.items():
-        if isinstance(tree.get(section), Mapping):
-            tree[section] = {key: value for key, value in tree[section].items() if key not in keys}
-    tree = merge(tree, task_tree)
+    tree = merge(without_pretraining(tree), task_tree)
     if not isinstance(tree.get("task"), Mapping):
         raise ConfigError("no task given; pass --task FILE with a section task (see configs/tasks/).")
     if deepspeed_config is not None or tree.get("deepspeed"):
         tree = with_deepspeed(tree, changes, deepspeed_config, processes, say)
+    return tree
+
+
+def without_pretraining(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration without the settings that are about the steps and losses of pretraining."""
+    tree = dict(tree)
+    for section, keys in _PRETRAINING_SETTINGS.items():
+        if isinstance(tree.get(section), Mapping):
+            tree[section] = {key: value for key, value in tree[section].items() if key not in keys}
     return tree
 
 
@@ -289,7 +300,7 @@ def training_records(config: Config, renderer: Renderer) -> list[TaskRecord]:
 
 def with_head(config: Config, renderer: Renderer) -> Config:
     """The configuration with the head that the task needs."""
-    head = HEADED.get(renderer.head, "none")
+    head = HEAD_OF_KIND.get(renderer.inputs.config.kind, "none")
     classes = len(renderer.labels) if head in ("classes", "tags") else 0
     check(
         head not in ("classes", "tags") or classes > 1,

@@ -231,8 +231,8 @@ KINDS = (
 
 # What answers that read no sample reach at best: the commonest of the labels above, or the frequencies of their tokens.
 GUESSES = {
-    **dict.fromkeys((classes, three_classes, cloze, choices), {"accuracy": 1 / 2, "matthews": 0.0}),
-    **dict.fromkeys((record_task, spans, seq2seq), {"answer_em": 1 / 2, "answer_em_v2": 1 / 2}),
+    **{kind: {"accuracy": 1 / 2, "matthews": 0.0} for kind in (classes, three_classes, cloze, choices)},
+    **{kind: {"answer_em": 1 / 2, "answer_em_v2": 1 / 2} for kind in (record_task, spans)},
     seq2seq: {"exact_match": 1 / 2, "loss": math.log(2)},  # cold and an end, twice
     regression: {"pearson": 0.0, "spearman": 0.0},
     label_sets: {"strict_accuracy": 1 / 4, "loose_micro_f1": 2 * 3 / (8 + 4)},

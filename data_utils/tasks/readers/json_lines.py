@@ -93,8 +93,8 @@ def _add_rows(intake: Intake, add: Callable[[Intake, dict[str, Any]], None], del
                 add(intake, tree)
     except csv.Error as error:
         raise DataError(
-            f"{intake.path}:{rows.line_num}: not a valid table ({error}); enclose a field with quotes in quotes and double "
-            'the inner ones ("").'
+            f"{intake.path}:{rows.line_num}: not a valid table ({error}); enclose a field with quotes in quotes and "
+            'double the inner ones ("").'
         ) from None
 
 
