@@ -156,8 +156,8 @@ def measure_validation(
 
     if arguments.predictions is not None or arguments.plot is not None:
         raise ConfigError(
-            f"{next(iter(runs))} was pretrained, and has validation losses alone: --predictions and --plot need a task; "
-            "pass --task FILE, or leave them out."
+            f"{next(iter(runs))} was pretrained, and has validation losses alone: --predictions and --plot need a "
+            "task; pass --task FILE, or leave them out."
         )
     measured = []
     with one_process() as context:

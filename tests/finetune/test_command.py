@@ -64,7 +64,7 @@ def test_a_published_directory_is_imported_tuned_and_measured(tmp_path):
 
 
 def test_tables_without_labels_in_the_settings_are_learnt_and_predicted(tmp_path):
-    """The classes are those of the training file. The start says what is cut and missing, the end what is not learnt."""
+    """The classes are the training file's. The start says what is cut and missing, the end what is not learnt."""
     model, task = write_task(tmp_path / "task", train=32, labels=[], sequence_length=8)
     section = yaml.safe_load(Path(task).read_text())["task"]
     tables = {name: tmp_path / f"{name}.csv" for name in ("train", "validation", "new")}

@@ -281,8 +281,8 @@ def test_scores_that_hardly_move_are_reported_with_the_likely_causes(tmp_path):
     ((message,),) = run_ranks(said_by_finetune, 1, files, tmp_path / "still", *still)
     (share,) = {sum(line["label"] == label for line in votes(1, 32)) / 32 for label in "1"}
     assert (
-        f"a guess that reads none of the 32 validation samples scores {max(share, 1 - share):.4f}, so the task votes was"
-        in message
+        "a guess that reads none of the 32 validation samples scores "
+        f"{max(share, 1 - share):.4f}, so the task votes was" in message
     )
     for cause in (
         "the final training loss is",
