@@ -36,6 +36,7 @@ from data_utils.tasks.readers.minimal_pairs import SCORES, pair_files, read_mini
 from megatron_lite.checkpoint.resolve_path import resolve_models
 from megatron_lite.finetune.setup import is_export, located_settings
 
+BATCH = 16  # samples of a forward pass
 # How a run reads a text, where its objectives or its positions leave that open.
 PAIR_SETTINGS = ("form", "mask", "sequence_length")
 
@@ -63,7 +64,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--pairs", type=int, metavar="COUNT", help=text)
     add("--every-step", action="store_true", help="all checkpoints of each run instead of the latest")
     add("--tokenizer", type=Path, help="tokenizer path, if it moved since training")
-    add("--batch", type=int, default=16, metavar="SAMPLES", help="batch size of a forward pass (default 16)")
+    add("--batch", type=int, metavar="SAMPLES", help=f"batch size of a forward pass (default {BATCH})")
     add("--json", type=Path, metavar="FILE", help="write the results to this JSON file")
     add("--predictions", type=Path, metavar="DIR", help="write the predictions to this directory")
     text = "predict the samples of this file, in the format of the task's files; goes with --predictions"
@@ -91,7 +92,7 @@ def parse_arguments() -> argparse.Namespace:
         )
     if arguments.pairs is not None and arguments.pairs < 1:
         raise ConfigError(f"--pairs is {arguments.pairs}; it must be a number of pairs, at least 1.")
-    if arguments.batch < 1:
+    if arguments.batch is not None and arguments.batch < 1:
         raise ConfigError(f"--batch is {arguments.batch}; it must be a number of samples, at least 1.")
     return arguments
 
@@ -136,7 +137,7 @@ def main() -> None:
     measured = []
     for checkpoint in checkpoints:
         with located_settings([], arguments.task, arguments.overrides):
-            measured.append(evaluate(checkpoint, tree, arguments.batch, arguments.tokenizer))
+            measured.append(evaluate(checkpoint, tree, arguments.batch or BATCH, arguments.tokenizer))
         print(f"measured {checkpoint}", flush=True)
     print(table(measured))
     if arguments.json is not None:
@@ -154,10 +155,10 @@ def measure_validation(
     from megatron_lite.inference.validation import one_process, validation_losses
     from megatron_lite.metrics.reports import validation_line
 
-    if arguments.predictions is not None or arguments.plot is not None:
+    if arguments.predictions or arguments.plot or arguments.batch:
         raise ConfigError(
-            f"{next(iter(runs))} was pretrained, and has validation losses alone: --predictions and --plot need a "
-            "task; pass --task FILE, or leave them out."
+            f"{next(iter(runs))} was pretrained, and has validation losses alone: --predictions, --plot and "
+            "--batch need a task; pass --task FILE, or leave them out (batch.micro_batch_size=N is the batch size)."
         )
     measured = []
     with one_process() as context:
@@ -194,7 +195,7 @@ def compare_pairs(arguments: argparse.Namespace, given: Sequence[Path], tree: Ma
         checkpoint for path in given for checkpoint in (steps_of(path) if arguments.every_step else [path])
     ):
         with opened(checkpoint, arguments.tokenizer, tree) as run:
-            harness = Harness(run.with_model(), options, size=arguments.batch)
+            harness = Harness(run.with_model(), options, size=arguments.batch or BATCH)
             score = arguments.score or minimal_pairs.usual_score(harness.template)
             measured[str(checkpoint)] = minimal_pairs.measure(harness, pairs, score)
         print(f"measured {checkpoint}", flush=True)

@@ -20,6 +20,7 @@ from megatron_lite.finetune.evaluation import Evaluation, EvaluationResult, Mode
 from megatron_lite.finetune.setup import (
     HEAD_OF_KIND,
     HEADLESS,
+    OF_TRAINING,
     Task,
     for_import,
     is_export,
@@ -118,7 +119,10 @@ def task_of(run: OpenRun, tree: Mapping[str, Any], name: Path) -> Task:
             "fine-tune its encoder with scripts/finetune.py first, or evaluate its latent space with scripts/latent.py."
         )
     run.require_one_transformer(for_task=True)
-    own = to_tree(run.config)
+    # What a run was trained with, and no task may be trained with, is no reason not to measure it.
+    own = {
+        name: value for name, value in to_tree(run.config).items() if name not in (*OF_TRAINING, "optimizer")
+    }
     if not isinstance(tree.get("task", {}), Mapping):
         raise ConfigError(f"task is {shown(tree['task'])}; it must be a section (see configs/tasks/).")
     tree, tuned_on = dict(tree), run.config.task

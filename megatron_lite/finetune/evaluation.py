@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -127,15 +127,17 @@ class Evaluation:
         if self._task.kind == "lambada":
             share = max(Counter(labels).values()) / len(labels)
             return [{"accuracy": share, "word_perplexity": math.exp(min(nll * tokens / len(labels), 700.0))}]
-        kind, candidates = self._renderer.prediction_type, set[Any](labels)
-        if kind == "numbers":
-            candidates = {0.0}
-        elif kind == "texts":  # "" says that there is no answer
-            texts = Counter(label if isinstance(label, str) else (*label, "")[0] for label in labels)
-            candidates = {"", texts.most_common(1)[0][0]}
-        elif kind in ("entities", "tags"):
-            tags = {tag for label in labels for tag in label}
+        kind = self._renderer.prediction_type
+        if kind in ("entities", "tags"):
+            tags = _commonest(tag for label in labels for tag in label)
             return [self._measure([[tag] * len(label) for label in labels]) for tag in tags]
+        if kind == "numbers":
+            candidates: list[Any] = [0.0]
+        elif kind == "texts":  # "" says that there is no answer
+            first = (label if isinstance(label, str) else (*label, "")[0] for label in labels)
+            candidates = ["", *_commonest(first)[:1]]
+        else:
+            candidates = _commonest(labels)
         losses = {LOSS: nll} if self._renderer.head == "tokens" else {}
         return [{**self._measure([guess] * len(labels)), **losses} for guess in candidates]
 
@@ -251,6 +253,11 @@ class Evaluation:
         else:
             counts = [len(sample.target_groups) for sample in samples]
         return [output.numpy() for output in outputs.double().cpu().split(counts)]
+
+
+def _commonest(labels: Iterable[Any]) -> list[Any]:
+    """The labels that may be the best guess; of thousands of sets of labels not all are tried."""
+    return [label for label, _ in Counter(labels).most_common(50)]
 
 
 def frequency_loss(labels: Sequence[Any] | np.ndarray) -> float:

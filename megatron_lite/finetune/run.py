@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 INITIAL_WEIGHTS_ADVICE = (
     " Initial word and position embeddings may be too small (model.init_words_std): see docs/learning.md."
 )
-MOST_LOOKED_AT = 10_000  # training samples, in even steps, of which the share that is cut is counted
+MOST_LOOKED_AT = 2000  # training samples, in even steps, of which the share that is cut is counted
 LEAST_RATE = 1e-4  # that small models need
 LITTLE_PROGRESS = 0.9  # a final loss above this share of a guess's loss means that little was learnt
 FAR_BELOW = (
@@ -231,12 +231,8 @@ class _TaskEvaluations:
             labels = [record.label for record in records]
             held = {name for label in labels for name in (label if isinstance(label, tuple) else (label,))}
             if lacking := [label for label in self.task.renderer.labels if label not in held]:
-                log.warning(
-                    "task %s: %s has no sample of %s: it teaches or measures nothing of that",
-                    name,
-                    path,
-                    listed(tuple(lacking)),
-                )
+                so = "which the model cannot learn" if records is train else "of which the score says nothing"
+                log.warning("task %s: %s has no sample of %s, %s", name, path, listed(tuple(lacking)), so)
 
     def keeper(self, engine: PlainEngine, *arguments: Any) -> TaskMetricKeeper:
         """The metric keeper of the validation files. Args: arguments: the last arguments of a TaskMetricKeeper."""

@@ -41,28 +41,25 @@ HEAD_OF_KIND = {
     "spans": "spans",
 }
 HEADLESS = {"task_head": "none", "task_classes": 0, "task_heads": []}
-# Sections that a tuned run does not inherit from the run that it begins with.
-_NOT_INHERITED = (
-    *(
-        "task",
-        "tasks",
-        "finetune",
-        "generation",
-        "checkpoint",
-        "events",
-        "parallel",
-        "timeouts",
-        "run",
-        "trackers",
-    ),
-    *("profiler", "deepspeed", "schedule", "phases"),
+# Sections about the steps and the surroundings of a run, which say nothing of its model.
+OF_TRAINING = (
+    *("checkpoint", "events", "parallel", "timeouts", "run", "trackers", "profiler", "deepspeed"),
+    *("schedule", "phases", "ema"),
 )
+_NOT_INHERITED = (
+    "task",
+    "tasks",
+    "finetune",
+    "generation",
+    *OF_TRAINING,
+)  # by a tuned run of the run it begins with
 _NOT_COUNTED = 1 << 40  # steps, until the samples are counted
 _PRETRAINING_SETTINGS = {
     "batch": ("ramp",),
     "training": (
         *("steps", "stop_after_step", "eval_interval", "eval_fillings"),
         *("loss_normalization", "loss_weights"),  # of the objectives' losses; a task has one
+        "cuda_graphs",  # a task may freeze parameters
     ),
     "schedule": ("warmup_steps", "decay_steps"),
     "checkpoint": ("save_interval", "keep_every"),

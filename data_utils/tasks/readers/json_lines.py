@@ -81,6 +81,10 @@ def _add_rows(intake: Intake, add: Callable[[Intake, dict[str, Any]], None], del
     rows = csv.reader(lines, delimiter=delimiter, strict=True)
     try:
         names = next(filter(None, rows), [])
+        if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+            raise DataError(
+                f"{intake.path}:1: several columns are called {shown(twice[0])}; rename all but one."
+            )
         for row in filter(None, rows):
             with intake.at(rows.line_num):
                 if len(row) != len(names):
