@@ -60,9 +60,8 @@ INITIAL_WEIGHTS_ADVICE = (
 MOST_LOOKED_AT = 2000  # training samples, in even steps, of which the share that is cut is counted
 LEAST_RATE = 1e-4  # that small models need
 LITTLE_PROGRESS = 0.9  # a final loss above this share of a guess's loss means that little was learnt
-FAR_BELOW = (
-    0.1  # relative, below the best possible score; of perplexities, what counts as better than a guess
-)
+# Relative: below the best possible score; of perplexities, what counts as better than a guess.
+FAR_BELOW = 0.1
 
 
 def finetune(
@@ -226,11 +225,13 @@ class _TaskEvaluations:
             parts.append(f"{path} {len(file.records)}, {file.cut / len(file.records):.1%} cut")
         limit = f"task.sequence_length {settings.sequence_length}"
         log.info("task %s, cut to fit %s: %s", name, limit, "; ".join(parts))
+        # WSC has classes without words, and trains on the samples of one of them.
+        classes = self.task.renderer.labels if getattr(self.task.renderer.task_type, "words", True) else ()
         files = {"the training file": train} | {path: file.records for path, file in self._validation.items()}
         for path, records in files.items():
             labels = [record.label for record in records]
             held = {name for label in labels for name in (label if isinstance(label, tuple) else (label,))}
-            if lacking := [label for label in self.task.renderer.labels if label not in held]:
+            if lacking := [label for label in classes if label not in held]:
                 so = "which the model cannot learn" if records is train else "of which the score says nothing"
                 log.warning("task %s: %s has no sample of %s, %s", name, path, listed(tuple(lacking)), so)
 
