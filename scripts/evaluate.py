@@ -130,9 +130,9 @@ def main() -> None:
     if "task" not in tree and not any(map(is_export, given)):
         from megatron_lite.inference.open_run import open_run
 
-        runs = {path: open_run(path, arguments.tokenizer) for path in checkpoints}
-        if not any(run.config.task or run.config.tasks for run in runs.values()):
-            measure_validation(arguments, runs, tree)
+        opened_runs = {path: open_run(path, arguments.tokenizer) for path in checkpoints}
+        if not any(run.config.task or run.config.tasks for run in opened_runs.values()):
+            measure_validation(arguments, opened_runs, tree)
             return
     measured = []
     for checkpoint in checkpoints:
