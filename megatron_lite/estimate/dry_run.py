@@ -85,8 +85,8 @@ def _advice(
         recipe = "same training recipe" if is_same_recipe(settings, config) else "another recipe"
         print(
             folded(
-                f"fills the GPU{name:5}{settings}: {gain:+.1%} tokens/s, MFU {mfu} without overlap, padding "
-                f"{current.padding:.1%} -> {other.padding:.1%} to {other.lengths}; {recipe}"
+                f"fills the GPU{name:5}{settings}: {gain:+.1%} tokens/s, MFU {mfu} without overlap, micro-batches "
+                f"of {other.lengths}; {recipe}"
             )
         )
     loss_chunks = propose_loss_chunks(config, processes, gpu, sequence, current)
@@ -134,8 +134,8 @@ def dry_run_report(config: Config, processes: int, gpu: Gpu, result: Estimate) -
             f"memory            {result.peak_gib:.2f} GiB peak on the largest rank ({memory}); with "
             f"{RESERVED_GIB:g} GiB for CUDA, NCCL and fragmentation it\N{NO-BREAK SPACE}{fit} "
             f"{gpu.memory_gib:g} GiB",
-            f"step              {result.tokens:,.0f} tokens, padding {result.padding:.1%} to {result.lengths}; "
-            f"GPU {result.roofline_ms:,.0f} ms, host {result.host_ms:,.0f} ms for {result.launches:,.0f} "
+            f"step              about {result.tokens:,.0f} tokens, micro-batches of {result.lengths}; GPU "
+            f"{result.roofline_ms:,.0f} ms, host {result.host_ms:,.0f} ms for {result.launches:,.0f} "
             f"operations, communication {sum(result.communication_ms.values()):,.0f} ms",
             _speed(config, gpu, result),
         ]

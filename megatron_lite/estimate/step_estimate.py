@@ -72,7 +72,6 @@ class Estimate:
     bubble: float  # factor in host_ms and roofline_ms: a pipeline's fill and drain
     rank_parameters: int  # of the fullest rank
     tokens: float  # of all ranks, without padding
-    padding: float  # share of a micro-batch
     lengths: str  # tokens to which micro-batches are padded
     flops: float  # of the model on one rank, without recomputation
 
@@ -197,7 +196,6 @@ def _estimate_model(config: Config, processes: int, gpu: Gpu, sequence: AverageS
         bubble=bubble,
         rank_parameters=max(stage.numbers for stage in all_stages),
         tokens=sequence.tokens * samples * sizes.dp,
-        padding=1 - sequence.tokens * batch.micro_batch_size / sizes.all_tokens,
         lengths=", ".join(f"{length:,.0f}" for length in sorted(sizes.lengths[0])),
         flops=flops,
     )

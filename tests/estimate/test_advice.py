@@ -100,7 +100,7 @@ def test_a_micro_batch_that_fills_waves_is_proposed(glm_large):
     assert estimate(proposed, 64, gpu, average_sequence(proposed)).step_ms == pytest.approx(
         found.step_ms, rel=0.05
     )
-    assert 0 <= found.padding < 0.05 and propose_full_waves(config, 64, gpu, rows, found) is None
+    assert propose_full_waves(config, 64, gpu, rows, found) is None
 
 
 def test_logits_in_parts_are_proposed_where_they_save_a_tenth_of_the_memory():
