@@ -101,7 +101,8 @@ def make_vocabulary() -> Vocabulary:
     rng = np.random.default_rng(1)
     sentence_end = rng.random(VOCABULARY) < 1 / SENTENCE_LENGTH
     word_start = rng.random(VOCABULARY) < WORDS_PER_TOKEN
-    return Vocabulary(SPECIAL, VOCABULARY, sentence_end, word_start)
+    sentinels = tuple(range(VOCABULARY - 1, VOCABULARY - 101, -1))
+    return Vocabulary(SPECIAL, VOCABULARY, sentence_end, word_start, sentinels=sentinels)
 
 
 def measure(name: str) -> dict:

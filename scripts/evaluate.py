@@ -1,11 +1,15 @@
 #!/usr/bin/env python3
-"""Measure checkpoints on a task: metrics in a table, predictions in the format of the benchmark's server.
+"""Measure checkpoints: a task's metrics, or the validation losses of pretraining; predict with a tuned run.
 
+    python scripts/evaluate.py --checkpoint runs/glm
     python scripts/evaluate.py --checkpoint runs/rte --task configs/tasks/rte.yaml [section.key=value]
+    python scripts/evaluate.py --checkpoint runs/votes --predict new.jsonl --predictions out
     python scripts/evaluate.py --checkpoint runs/glm --minimal-pairs blimp/data --plot blimp.png
 
 Takes runs in any layout, single checkpoints, exported directories, and the output of scripts/finetune.py, from which it
-takes the best checkpoint of each seed. Without --task it is the task that the run was trained on.
+takes the best checkpoint of each seed. Without --task it is the task that the run was trained on; a pretraining run has
+its validation losses measured as in training ('data.validation=[{prefix: PATH}]' measures other data). --predict takes
+samples without labels, in the format of the task's files.
 
 --minimal-pairs takes BLiMP's files as they are published, and needs no fine-tuning: how often does the acceptable
 sentence of two get the higher score?
@@ -32,11 +36,13 @@ from data_utils.tasks.readers.minimal_pairs import SCORES, pair_files, read_mini
 from megatron_lite.checkpoint.resolve_path import resolve_models
 from megatron_lite.finetune.setup import is_export, located_settings
 
+BATCH = 16  # samples of a forward pass
 # How a run reads a text, where its objectives or its positions leave that open.
 PAIR_SETTINGS = ("form", "mask", "sequence_length")
 
 if TYPE_CHECKING:
     from megatron_lite.finetune.checkpoints import CheckpointResult
+    from megatron_lite.inference.open_run import OpenRun
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -58,14 +64,18 @@ def parse_arguments() -> argparse.Namespace:
     add("--pairs", type=int, metavar="COUNT", help=text)
     add("--every-step", action="store_true", help="all checkpoints of each run instead of the latest")
     add("--tokenizer", type=Path, help="tokenizer path, if it moved since training")
-    add("--batch", type=int, default=16, metavar="SAMPLES", help="batch size of a forward pass (default 16)")
+    add("--batch", type=int, metavar="SAMPLES", help=f"batch size of a forward pass (default {BATCH})")
     add("--json", type=Path, metavar="FILE", help="write the results to this JSON file")
     add("--predictions", type=Path, metavar="DIR", help="write the predictions to this directory")
+    text = "predict the samples of this file, in the format of the task's files; goes with --predictions"
+    add("--predict", type=expanded_path, metavar="FILE", help=text)
     add("--plot", type=Path, metavar="FILE", help="plot the first metric over the steps (PNG, SVG or PDF)")
     add("overrides", nargs="*", metavar="section.key=value", help="settings on top of the task file")
     arguments = parser.parse_intermixed_args()
     if not arguments.checkpoint:
         raise ConfigError("no checkpoint given; pass --checkpoint RUN.")
+    if arguments.predict is not None and arguments.predictions is None:
+        raise ConfigError("--predict needs a place for its predictions; pass --predictions DIR.")
     if arguments.minimal_pairs is not None and (
         arguments.task is not None or arguments.predictions is not None
     ):
@@ -82,7 +92,7 @@ def parse_arguments() -> argparse.Namespace:
         )
     if arguments.pairs is not None and arguments.pairs < 1:
         raise ConfigError(f"--pairs is {arguments.pairs}; it must be a number of pairs, at least 1.")
-    if arguments.batch < 1:
+    if arguments.batch is not None and arguments.batch < 1:
         raise ConfigError(f"--batch is {arguments.batch}; it must be a number of samples, at least 1.")
     return arguments
 
@@ -108,18 +118,27 @@ def main() -> None:
                 f"{override} is given, but the run {runs[0]} has its own model; remove the setting."
             )
         tree = merge(tree, parse_override(override))
+    if arguments.predict is not None:
+        tree = merge(tree, {"task": {"validation": [], "test": [str(arguments.predict)]}})
     if arguments.minimal_pairs is not None:
         compare_pairs(arguments, given, tree)
         return
     # Imported here: mistakes in the arguments must not wait for torch.
     from megatron_lite.finetune.checkpoints import evaluate, steps_of
 
+    checkpoints = [each for path in given for each in (steps_of(path) if arguments.every_step else [path])]
+    if "task" not in tree and not any(map(is_export, given)):
+        from megatron_lite.inference.open_run import open_run
+
+        opened_runs = {path: open_run(path, arguments.tokenizer) for path in checkpoints}
+        if not any(run.config.task or run.config.tasks for run in opened_runs.values()):
+            measure_validation(arguments, opened_runs, tree)
+            return
     measured = []
-    for path in given:
-        for checkpoint in steps_of(path) if arguments.every_step else [path]:
-            with located_settings([], arguments.task, arguments.overrides):
-                measured.append(evaluate(checkpoint, tree, arguments.batch, arguments.tokenizer))
-            print(f"measured {checkpoint}", flush=True)
+    for checkpoint in checkpoints:
+        with located_settings([], arguments.task, arguments.overrides):
+            measured.append(evaluate(checkpoint, tree, arguments.batch or BATCH, arguments.tokenizer))
+        print(f"measured {checkpoint}", flush=True)
     print(table(measured))
     if arguments.json is not None:
         write_whole(arguments.json, (json.dumps(as_json(measured), indent=2) + "\n").encode(), "--json")
@@ -127,6 +146,30 @@ def main() -> None:
         write_all_predictions(arguments.predictions, measured)
     if arguments.plot is not None:
         plot(arguments.plot, measured)
+
+
+def measure_validation(
+    arguments: argparse.Namespace, runs: Mapping[Path, OpenRun], tree: Mapping[str, Any]
+) -> None:
+    """The validation losses of pretraining runs, a line for all corpora and for each."""
+    from megatron_lite.inference.validation import one_process, validation_losses
+    from megatron_lite.metrics.reports import validation_line
+
+    if arguments.predictions or arguments.plot or arguments.batch:
+        raise ConfigError(
+            f"{next(iter(runs))} was pretrained, and has validation losses alone: --predictions, --plot and "
+            "--batch need a task; pass --task FILE, or leave them out (batch.micro_batch_size=N is the batch size)."
+        )
+    measured = []
+    with one_process() as context:
+        for path, run in runs.items():
+            with located_settings([], None, arguments.overrides):
+                found = validation_losses(run, tree, context)
+            for corpora, values in found.items():
+                print(f"{path} | {corpora} | {validation_line(run.checkpoint.step, values)}", flush=True)
+            measured.append({"checkpoint": str(path), "step": run.checkpoint.step, "validation": found})
+    if arguments.json is not None:
+        write_whole(arguments.json, (json.dumps(measured, indent=2) + "\n").encode(), "--json")
 
 
 def compare_pairs(arguments: argparse.Namespace, given: Sequence[Path], tree: Mapping[str, Any]) -> None:
@@ -152,7 +195,7 @@ def compare_pairs(arguments: argparse.Namespace, given: Sequence[Path], tree: Ma
         checkpoint for path in given for checkpoint in (steps_of(path) if arguments.every_step else [path])
     ):
         with opened(checkpoint, arguments.tokenizer, tree) as run:
-            harness = Harness(run.with_model(), options, size=arguments.batch)
+            harness = Harness(run.with_model(), options, size=arguments.batch or BATCH)
             score = arguments.score or minimal_pairs.usual_score(harness.template)
             measured[str(checkpoint)] = minimal_pairs.measure(harness, pairs, score)
         print(f"measured {checkpoint}", flush=True)

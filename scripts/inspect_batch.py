@@ -142,10 +142,14 @@ def rows_of_words(arguments: argparse.Namespace) -> Shown:
     ids = dict(names)
     for word in words:
         ids.setdefault(word, len(ids))
+    size = len(ids)  # without T5's sentinels, of which each word may need one
+    sentinels = tuple(ids.setdefault(f"<extra_id_{k}>", len(ids)) for k in range(len(words)))
     spelled = list(ids)
     special = SpecialTokens(**{name: i for i, name in enumerate(ROLE_NAMES)})
     ends = np.array([word not in names and word.endswith((".", "?", "!")) for word in spelled])
-    vocabulary = Vocabulary(special, len(ids), ends, np.ones(len(ids), bool), tuple(spelled))
+    vocabulary = Vocabulary(
+        special, len(ids), ends, np.ones(len(ids), bool), tuple(spelled), num_tokens=size, sentinels=sentinels
+    )
     name = arguments.objective or "blank_infilling"
     if name not in OBJECTIVES:
         raise ConfigError(f"--objective is {name!r}; it must be one of {', '.join(OBJECTIVES)}.")

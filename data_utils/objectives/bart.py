@@ -58,7 +58,7 @@ ROOM_DEVIATIONS = 1.0  # a row has room for the mean number of masks and this ma
 class BartConfig(RowSizes):
     """Text infilling and sentence permutation."""
 
-    needed_roles = ("cls", "mask")
+    needed_roles = ("cls", "mask", "eos")
 
     masked_ratio: float = fraction(
         0.3, "Fraction of the tokens removed by text infilling; each removed span becomes one [MASK]."

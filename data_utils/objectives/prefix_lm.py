@@ -1,7 +1,7 @@
 """Prefix language modelling: the start of a document is bidirectional, the rest is predicted from left to right.
 
-`[CLS] prefix` has order 0, `sop` and the rest 1, 2, ...; `sop` predicts the first token after the prefix. The length
-of the prefix is uniform (T5's prefix objective, arXiv:1910.10683, section 3.3.1).
+`[CLS] prefix` has order 0, `sop` (eos in a vocabulary without it) and the rest 1, 2, ...; `sop` predicts the first
+token after the prefix. The length of the prefix is uniform (T5's prefix objective, arXiv:1910.10683, section 3.3.1).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from data_utils.objectives.registry import register
 class PrefixLmConfig(RowSizes):
     """How long the prefix is: uniform over a range, in fractions of the chunk."""
 
-    needed_roles = ("cls",)
+    needed_roles = ("cls", "eos")
 
     min_prefix_ratio: float = fraction(0.0, "shortest prefix as a fraction of the text")
     max_prefix_ratio: float = fraction(

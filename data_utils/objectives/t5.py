@@ -52,7 +52,7 @@ class SentinelConfig(RowSizes):
     sentinel_first: int | None = setting(
         None,
         "Id of the first sentinel; sentinel k has id sentinel_first - k, as in T5. null = the vocabulary's "
-        "<extra_id_0>, <extra_id_1>, ...; if it has none, [MASK] for every span, told apart by their order.",
+        "<extra_id_0>, <extra_id_1>, ..., which tokenizer.added_tokens=t5 adds.",
         at_least=0,
     )
     sentinels_ascend: bool = setting(False, "Sentinel k has id sentinel_first + k instead.")
@@ -80,15 +80,12 @@ class SentinelConfig(RowSizes):
         first, count, known = self.sentinel_first, self.sentinel_count, vocabulary.sentinels
         if first is not None:
             return first, 1 if self.sentinels_ascend else -1, count
-        # All spans share [MASK]; the decoder writes them in order, so that none is ambiguous.
-        if not known:
-            check(
-                "mask" not in vocabulary.lacking,
-                f"{self.section_key} needs the special token mask, or <extra_id_0>, ..., which the vocabulary does "
-                f"not have; set {self.section_key}.sentinel_first, or set tokenizer.added_tokens=glm (or t5) and "
-                "rebuild the corpora.",
-            )
-            return vocabulary.special.mask, 0, count
+        check(
+            bool(known),
+            f"{self.section_key} needs the sentinels <extra_id_0>, <extra_id_1>, ..., which the tokenizer does not "
+            "have; set tokenizer.added_tokens=t5 and rebuild the corpora with --added-tokens t5, or set "
+            f"{self.section_key}.sentinel_first to the id of the first one.",
+        )
         step = known[1] - known[0] if len(known) > 1 else -1
         check(
             step in (-1, 1) and known == tuple(range(known[0], known[0] + step * len(known), step)),
@@ -241,7 +238,6 @@ class T5(RowObjective):
         after=("eos",),
         start=("sop", "pad"),
         ends=("eos",),
-        allowed=("mask",),  # it may be the sentinel of all spans
         segments=(0, 1),
     )
     entry = staticmethod(_fill_rows)

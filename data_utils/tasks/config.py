@@ -38,7 +38,8 @@ class TaskConfig:
     validation: tuple[str, ...] = setting((), "Validation files.", is_path=True)
     test: tuple[str, ...] = setting((), "Test files to predict; labels may be missing.", is_path=True)
     labels: tuple[str, ...] = setting(
-        (), "Classes or tags in the order of their ids; [] = the task's default."
+        (),
+        "Classes or tags in the order of their ids; [] = the task's default, else those of the training file, sorted.",
     )
     text_fields: tuple[str, ...] = setting(
         (), "One or two fields that hold the text; [] = the task's default."

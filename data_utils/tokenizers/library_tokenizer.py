@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,9 @@ from data_utils.tokenizers.word_marks import WordMarks, find_word_marks
 HIDDEN = "\ufdd0"
 
 
-def special_token(name: str) -> tokenizers.AddedToken:
-    """A special token that is found in a text before the text is normalised. Spaces around it are kept."""
-    return tokenizers.AddedToken(name, special=True, normalized=False)
+def special_token(name: str, takes_space: bool = False) -> tokenizers.AddedToken:
+    """A special token that is found before a text is normalised. Args: takes_space: with the space before it."""
+    return tokenizers.AddedToken(name, special=True, normalized=False, lstrip=takes_space)
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -88,13 +88,16 @@ class HuggingFaceTokenizer(Tokenizer):
         words = self._backend.encode(without_lone_surrogates(text), add_special_tokens=False).word_ids
         return np.array([word != before for word, before in zip(words, [None, *words], strict=False)], bool)
 
-    def with_visible_specials(self, names: Mapping[int, str]) -> tokenizers.Tokenizer:
+    def with_visible_specials(
+        self, names: Mapping[int, str], taking_space: Set[int] = frozenset()
+    ) -> tokenizers.Tokenizer:
         """A copy of the library's tokenizer that finds special tokens in a text, for an export.
 
-        Args: names: of the special tokens to find, by id. Raises: DataError if one would have another id.
+        Args: names: of the special tokens to find, by id. taking_space: those of them that take the space before them.
+        Raises: DataError if one would have another id.
         """
         visible = tokenizers.Tokenizer.from_str(self._backend.to_str().replace(HIDDEN, ""))
-        visible.add_special_tokens([special_token(name) for _, name in sorted(names.items())])
+        visible.add_special_tokens([special_token(names[i], i in taking_space) for i in sorted(names)])
         for token_id, name in names.items():
             if visible.token_to_id(name) != token_id:
                 raise DataError(

@@ -54,9 +54,9 @@ def own_special_tokens(known_ids: Mapping[str, int]) -> tuple[SpecialTokens, fro
     """The ids of all roles in a vocabulary to which nothing is added, and the roles that it lacks.
 
     A missing eos is sep's id, since a document of BERT ends with [SEP]; without both there is none. A missing sep is
-    eos where texts of a masked language model begin with cls (XLM-RoBERTa, EuroBERT). Other missing roles
-    share an id that exists, which nothing may rely on: `lacking` names them. Nothing needs a pad of its own, because
-    padding is never computed.
+    eos where texts of a masked language model begin with cls (XLM-RoBERTa, EuroBERT). A missing sop is eos.
+    Other missing roles share an id that exists, which nothing may rely on: `lacking` names them. Nothing needs a pad
+    of its own, because padding is never computed.
     """
     ids = dict(known_ids)
     ids.setdefault("eos", ids.get("sep", NO_TOKEN))

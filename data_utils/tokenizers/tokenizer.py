@@ -14,6 +14,7 @@ in the environment before the first encode.
 from __future__ import annotations
 
 import abc
+import functools
 import hashlib
 import importlib
 import itertools
@@ -107,17 +108,34 @@ class Tokenizer(abc.ABC):
         return None
 
     def encode_with_specials(self, text: str) -> list[int]:
-        """`encode`, except that [MASK], [sMASK] and [gMASK] become their ids.
+        """`encode`, except that [MASK], [sMASK] and [gMASK] become their ids: the ids of a text with spans cut out.
 
         Spaces before a marker are dropped, because a predicted span has its own leading space.
         """
         # text, marker, text, marker, ..., text
         *texts_and_markers, last = re.split("(" + "|".join(map(re.escape, PROMPT_MARKERS)) + ")", text)
-        ids = []
+        ids: list[int] = []
         for before, marker in zip(texts_and_markers[::2], texts_and_markers[1::2], strict=True):
-            ids += self.encode(before.rstrip(" "))
+            ids += self.encode_part(before.rstrip(" "), at_start=not ids)
             ids.append(getattr(self.special, PROMPT_MARKERS[marker]))
-        return ids + self.encode(last)
+        return ids + self.encode_part(last, at_start=not ids)
+
+    def encode_part(self, text: str, *, at_start: bool) -> list[int]:
+        """Ids of a part of a text: only the first has the space that some tokenizers put before every text."""
+        if at_start or not self.adds_space:
+            return self.encode(text)
+        # A letter before the part takes that space, unless it becomes one token with what follows.
+        for letter in "ax1":
+            alone, both = self.encode(letter), self.encode(letter + text)
+            if both[: len(alone)] == alone and not any(map(self.is_unknown, alone)):
+                return both[len(alone) :]
+        return self.encode(text)
+
+    @functools.cached_property
+    def adds_space(self) -> bool:
+        """Whether a text is encoded with a space before it, as by SentencePiece."""
+        marks, ids = self.word_marks, self.encode("a")
+        return marks.kind == "space" and bool(ids) and self._name(ids[0]).startswith(marks.mark)
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
         """Text of `ids`; special tokens appear by name, or not at all with `skip_special`.
@@ -154,6 +172,13 @@ class Tokenizer(abc.ABC):
         if token_id in self.special_names or self._is_added(token_id):
             return WordToken(True, True, self.special_names.get(token_id, name))
         return marks.word_token(name)
+
+    @functools.cached_property
+    def sentinels(self) -> tuple[int, ...]:
+        """T5's sentinels in their order, as far as none is missing. Some files have them as ordinary tokens."""
+        names = {self.special_names.get(i) or self._name(i): i for i in range(self.num_tokens)}
+        ids = map(names.get, map("<extra_id_{}>".format, itertools.count()))
+        return tuple(itertools.takewhile(lambda token: token is not None, ids))  # type: ignore[arg-type]
 
     def is_unknown(self, token_id: int) -> bool:
         """Whether a token stands for text that the vocabulary lacks."""

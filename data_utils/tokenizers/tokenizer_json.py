@@ -48,19 +48,20 @@ def load_hf_json(config: TokenizerConfig, files: Mapping[str, bytes]) -> Tokeniz
     check_unique(ids, path)
 
     added_names = {token["content"] for token in added}
-    merged = merge_results(model, path)
-    candidates = (ids.keys() - merged) | added_names
+    # A text that spells a special token has other tokens for it, so none may be what texts are made of.
+    text = merge_results(model, path) | {name for name in ids if len(name) == 1}
+    candidates = (ids.keys() - text) | added_names
     role_names, unused = named_roles(candidates, model.get("type") == "BPE", config.added_tokens)
     for role, name in config.roles.items():
-        if name not in candidates:
+        if name not in added_names:
             raise DataError(
-                f"tokenizer.roles.{role} is {shown(name)}, but {path} has no such special token; take one of it, or "
-                "leave the role out."
+                f"tokenizer.roles.{role} is {shown(name)}, which is no added token of {path}; take one of its "
+                "added_tokens, or leave the role out."
             )
     role_names |= config.roles
     hidden = {token["content"] for token in added if token.get("special")} | set(role_names.values()) | unused
-    if hidden & merged:
-        raise DataError(f"{path}: special token {min(hidden & merged)!r} is also a merge result; rename it.")
+    if hidden & text:
+        raise DataError(f"{path}: special token {min(hidden & text)!r} is also ordinary text; rename it.")
 
     backend = _hidden_backend(tree, hidden, path)
     for name in added_names:  # the library numbers added tokens itself, without gaps

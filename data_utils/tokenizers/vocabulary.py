@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -73,13 +71,6 @@ def vocabulary_of(tokenizer: Tokenizer, decoder: Tokenizer | None = None) -> Voc
         and f"the tokenizer {tokenizer.config.path} does not show where words begin: {unknown}",
         token_texts=tuple(token.text for token in tokens),
         lacking=tokenizer.lacking,
-        sentinels=_sentinels([token.text for token in tokens]),
+        sentinels=tokenizer.sentinels,
         decoder=None if decoder is None else vocabulary_of(decoder),
     )
-
-
-def _sentinels(texts: Sequence[str]) -> tuple[int, ...]:
-    """The ids of T5's sentinels in their order, as far as none is missing. Some files have them as ordinary tokens."""
-    ids = {text: i for i, text in enumerate(texts) if text.startswith("<extra_id_")}
-    numbers = itertools.takewhile(lambda k: f"<extra_id_{k}>" in ids, itertools.count())
-    return tuple(ids[f"<extra_id_{k}>"] for k in numbers)

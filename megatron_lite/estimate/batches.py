@@ -32,7 +32,8 @@ def vocabulary(size: int, rng: np.random.Generator) -> Vocabulary:
     """Random word starts and sentence ends; the first ids are the special tokens."""
     ends = rng.random(size) < 1 / SENTENCE_LENGTH
     starts = rng.random(size) < 1 / TOKENS_PER_WORD
-    return Vocabulary(SPECIAL_TOKENS, size, ends, starts, tuple(map(str, range(size))))
+    sentinels = tuple(range(size - 1, max(0, size - 101), -1))
+    return Vocabulary(SPECIAL_TOKENS, size, ends, starts, tuple(map(str, range(size))), sentinels=sentinels)
 
 
 def random_batches(config: Config, count: int) -> list[Batch]:

@@ -135,7 +135,7 @@ def dry_run_report(
             f"memory            {result.peak_gib:.2f} GiB peak on the largest rank ({memory}); with "
             f"{RESERVED_GIB:g} GiB for CUDA, NCCL and fragmentation it\N{NO-BREAK SPACE}{fit} "
             f"{gpu.memory_gib:g} GiB",
-            f"step              {result.tokens:,.0f} tokens; computation {result.compute_ms:,.0f} ms{bubble}, "
+            f"step              about {result.tokens:,.0f} tokens; computation {result.compute_ms:,.0f} ms{bubble}, "
             f"communication {sum(result.communication_ms.values()):,.0f} ms ({sent}), of which the step waits for "
             f"{result.waiting_ms:,.0f} ms",
             _speed(config, gpu, result),

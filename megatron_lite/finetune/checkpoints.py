@@ -17,7 +17,16 @@ from data_utils.common.settings import merge, to_tree
 from megatron_lite.checkpoint.manifest import checkpoints_in, is_checkpoint, list_checkpoints
 from megatron_lite.config.tree import Config
 from megatron_lite.finetune.evaluation import Evaluation, EvaluationResult, Model, Predict
-from megatron_lite.finetune.setup import HEADED, HEADLESS, Task, for_import, is_export, prepare
+from megatron_lite.finetune.setup import (
+    HEAD_OF_KIND,
+    HEADLESS,
+    OF_TRAINING,
+    Task,
+    for_import,
+    is_export,
+    prepare,
+    without_pretraining,
+)
 from megatron_lite.finetune.writing import writer
 from megatron_lite.inference.open_run import OpenRun, Run, open_run
 from megatron_lite.model.build import model_spec
@@ -110,24 +119,35 @@ def task_of(run: OpenRun, tree: Mapping[str, Any], name: Path) -> Task:
             "fine-tune its encoder with scripts/finetune.py first, or evaluate its latent space with scripts/latent.py."
         )
     run.require_one_transformer(for_task=True)
-    own = to_tree(run.config)
+    # What a run was trained with, and no task may be trained with, is no reason not to measure it.
+    own = {
+        name: value for name, value in to_tree(run.config).items() if name not in (*OF_TRAINING, "optimizer")
+    }
     if not isinstance(tree.get("task", {}), Mapping):
         raise ConfigError(f"task is {shown(tree['task'])}; it must be a section (see configs/tasks/).")
+    tree, tuned_on = dict(tree), run.config.task
     if "name" in tree.get("task", {}):
+        if tuned_on is not None and tree["task"]["name"] == tuned_on.name:  # its head's classes
+            tree["task"] = {**tree["task"], "labels": tree["task"].get("labels") or list(tuned_on.labels)}
         own["task"] = None  # another task: not a mixture of two
-    together = merge(merge(own, tree), {"task": {"train": None}})
+    together = merge(merge(without_pretraining(own), tree), {"task": {"train": None}})
+    kind, has = together["task"].get("kind"), run.config.model
     if "name" not in together["task"]:
         raise ConfigError(f"{name} was not trained on a task; give one with --task FILE.")
+    # First what the checkpoint is: settings and files of the task would not help it.
+    if HEAD_OF_KIND.get(kind, has.task_head) != has.task_head:
+        found = "no head" if has.task_head == "none" else f"a head for {has.task_head}"
+        raise ConfigError(
+            f"{name} has {found}, but a task of kind {kind} needs one for {HEAD_OF_KIND[kind]}; tune it on the task "
+            "with scripts/finetune.py, or give a checkpoint that was."
+        )
     together["model"] = {**together["model"], **HEADLESS}
     task = prepare(together)
-    needed, has = task.config.model, run.config.model
-    if task.renderer.head in HEADED and (needed.task_head, needed.task_classes) != (
-        has.task_head,
-        has.task_classes,
-    ):
+    needed = task.config.model
+    if kind in HEAD_OF_KIND and needed.task_classes != has.task_classes:
         raise ConfigError(
-            f"{name} has the head {has.task_head} ({has.task_classes} classes), but the task needs "
-            f"{needed.task_head} ({needed.task_classes}); give a checkpoint that was fine-tuned on this task."
+            f"{name} has a head for {has.task_classes} classes, but the task has {needed.task_classes}; give a "
+            "checkpoint that was fine-tuned on this task."
         )
     if not task.validation and not task.test:
         raise ConfigError("the task names no file to evaluate on; set task.validation or task.test.")

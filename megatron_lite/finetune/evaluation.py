@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -101,6 +102,9 @@ class Evaluation:
         # Test files of benchmarks have no labels: predictions are written, nothing is measured.
         if any(record.label is None for record in self.records):
             return {}
+        return self._measure(predictions)
+
+    def _measure(self, predictions: Sequence[Any]) -> dict[str, float]:
         return measure(
             task_metrics(self._task).names,
             predictions,
@@ -109,6 +113,33 @@ class Evaluation:
             positive=positive_label(self._renderer),
             negative=self._task.negative,
         )
+
+    def guesses(self) -> list[dict[str, float]]:
+        """The metrics of answers that read no sample, the best ones for this file: one label for all, or of texts the
+        frequency of each token.
+        """
+        groups = [group for sample in self._samples for group in sample.target_groups]
+        nll = frequency_loss(np.concatenate([group.targets for group in groups])) if groups else 0.0
+        tokens = sum(len(group.targets) for group in groups)
+        if self._task.kind == "language_modelling":
+            return [self._perplexities(nll * tokens, tokens)]
+        labels = [record.label for record in self.records]
+        if self._task.kind == "lambada":
+            share = max(Counter(labels).values()) / len(labels)
+            return [{"accuracy": share, "word_perplexity": math.exp(min(nll * tokens / len(labels), 700.0))}]
+        kind = self._renderer.prediction_type
+        if kind in ("entities", "tags"):
+            tags = _commonest(tag for label in labels for tag in label)
+            return [self._measure([[tag] * len(label) for label in labels]) for tag in tags]
+        if kind == "numbers":
+            candidates: list[Any] = [0.0]
+        elif kind == "texts":  # "" says that there is no answer
+            first = (label if isinstance(label, str) else (*label, "")[0] for label in labels)
+            candidates = ["", *_commonest(first)[:1]]
+        else:
+            candidates = _commonest(labels)
+        losses = {LOSS: nll} if self._renderer.head == "tokens" else {}
+        return [{**self._measure([guess] * len(labels)), **losses} for guess in candidates]
 
     def _evaluate_last_words(self, model: Model) -> EvaluationResult:
         """LAMBADA: accuracy, perplexity and the generated words, None without `model.write`."""
@@ -222,6 +253,17 @@ class Evaluation:
         else:
             counts = [len(sample.target_groups) for sample in samples]
         return [output.numpy() for output in outputs.double().cpu().split(counts)]
+
+
+def _commonest(labels: Iterable[Any]) -> list[Any]:
+    """The labels that may be the best guess; of thousands of sets of labels not all are tried."""
+    return [label for label, _ in Counter(labels).most_common(50)]
+
+
+def frequency_loss(labels: Sequence[Any] | np.ndarray) -> float:
+    """The loss of guessing labels by their frequency: their entropy, nats."""
+    shares = np.unique(labels, return_counts=True)[1] / len(labels)
+    return float(-(shares * np.log(shares)).sum())
 
 
 def with_targets(sample: TaskSample) -> TaskSample:

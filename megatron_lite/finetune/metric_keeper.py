@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import statistics
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,6 @@ from megatron_lite.metrics.records import read_metrics
 from megatron_lite.parallel.context import ParallelContext
 
 log = logging.getLogger(__name__)
-
-FAR_BELOW = 0.1  # relative, below the best possible score
 
 
 class TaskMetricKeeper:
@@ -46,7 +44,7 @@ class TaskMetricKeeper:
         directory: Path,
         patience: int | None,
     ):
-        self._evaluations, self._metrics, self._model = evaluations, metrics, model
+        self._evaluations, self.metrics, self._model = evaluations, metrics, model
         self._context, self._directory, self._patience = context, directory, patience
         self._scores: list[float] = []
         self._best_saved = float("-inf")  # score of the checkpoint in DIRECTORY/best, on the main rank
@@ -72,34 +70,6 @@ class TaskMetricKeeper:
             self._best_saved = keep_best_of(self._directory, scores)
         return int(last)
 
-    def lack(self, labels: Collection[Any], possible: Mapping[str, Mapping[str, float]]) -> str:
-        """A warning if the best score shows little learning, else "".
-
-        The best score is compared with the best possible one where that is known, else with that of one label for every
-        sample (0 where predictions are no labels). Up to 1/sqrt(samples) above it can be chance: twice the standard
-        error of a share at most.
-
-        Args:
-            labels: of the training samples; () where predictions are no labels.
-            possible: validation file -> the known best possible metrics.
-        """
-        # A score that does not change is no sign: it may have reached its optimum.
-        best, evaluations = max(self._scores), self._evaluations.values()
-        compared = set(self._metrics.compared or self._metrics.names)
-        if possible and all(compared <= metrics.keys() for metrics in possible.values()):
-            optimum = statistics.mean(map(self._metrics.score, possible.values()))
-            is_far = best < optimum - FAR_BELOW * abs(optimum)
-            return f"the best score is {best:.4f} of a possible {optimum:.4f}" if is_far else ""
-        guesses = []
-        for label in labels:
-            by_file = [each.compute_metrics([label] * len(each.records)) for each in evaluations]
-            guesses.append(statistics.mean(map(self._metrics.score, by_file)))
-        guess = max(guesses, default=0.0)
-        count = sum(len(evaluation.records) for evaluation in evaluations)
-        if best > guess + count**-0.5 or (not labels and best < 0):  # a negative score: a perplexity
-            return ""
-        return f"the best score is {best:.4f}, and one label for all {count} validation samples scores {guess:.4f}"
-
     def evaluate(self, step: int) -> dict[str, float]:
         metrics = self.compute_metrics()
         score = metrics["score"]
@@ -114,7 +84,7 @@ class TaskMetricKeeper:
         by_file = {
             name: evaluation.run(self._model).metrics for name, evaluation in self._evaluations.items()
         }
-        score = sum(map(self._metrics.score, by_file.values())) / len(by_file)
+        score = sum(map(self.metrics.score, by_file.values())) / len(by_file)
         is_single = len(by_file) == 1
         metrics = {
             key if is_single else f"{name}/{key}": value

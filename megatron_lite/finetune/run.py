@@ -10,14 +10,13 @@ With several tasks the results and predictions of each are in tasks/NAME/, below
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
 import statistics
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from data_utils.objectives import LOSS_NAMES
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.metrics.metrics_by_task import LOSS, Metrics, compared_by
 from data_utils.tasks.metrics.prediction_files import file_name, write_predictions
+from data_utils.tasks.readers.files import listed
 from data_utils.tasks.readers.synthetic import optimum
 from megatron_lite.checkpoint.manifest import BEST, RESULTS, TASK_HEAD
 from megatron_lite.checkpoint.read import find_checkpoint, load_weights_only
@@ -37,7 +37,7 @@ from megatron_lite.engine.engine import memory_advice
 from megatron_lite.engine.plain import PlainEngine
 from megatron_lite.finetune import policies
 from megatron_lite.finetune.data import MultiTaskData, TaskData
-from megatron_lite.finetune.evaluation import Evaluation, EvaluationResult, Model
+from megatron_lite.finetune.evaluation import Evaluation, EvaluationResult, Model, frequency_loss
 from megatron_lite.finetune.language import LanguageDocuments
 from megatron_lite.finetune.metric_keeper import MultiTaskMetricKeeper, TaskMetricKeeper
 from megatron_lite.finetune.multi_task import TaskOrder
@@ -57,7 +57,11 @@ log = logging.getLogger(__name__)
 INITIAL_WEIGHTS_ADVICE = (
     " Initial word and position embeddings may be too small (model.init_words_std): see docs/learning.md."
 )
+MOST_LOOKED_AT = 2000  # training samples, in even steps, of which the share that is cut is counted
+LEAST_RATE = 1e-4  # that small models need
 LITTLE_PROGRESS = 0.9  # a final loss above this share of a guess's loss means that little was learnt
+# Relative: below the best possible score; of perplexities, what counts as better than a guess.
+FAR_BELOW = 0.1
 
 
 def finetune(
@@ -121,7 +125,7 @@ def _with_turns(
     """The multipliers of a run of several tasks: a task's head is trained by the task's batches only."""
     with_turns = dict(multipliers)
     for number, one in enumerate(task.all_tasks):
-        prefix, has_turn = f"{TASK_HEAD}{one.settings.name}.", partial(order.has, number)
+        prefix, has_turn = f"{TASK_HEAD}{one.settings.name}.", functools.partial(order.has, number)
         for name in model_spec(task.config).shapes(task.config):
             if name.startswith(prefix):
                 # In a step of another task the head is frozen: no decay, no moments, and Adam does not count the step.
@@ -142,6 +146,8 @@ def _train_seed(
     """Train and evaluate one seed. Returns why it stopped before its last step, None if it is done."""
     config, directory = task.config, Path(task.config.run.directory)
     evaluations = [_TaskEvaluations(one, context) for one in task.all_tasks]
+    for one in evaluations if context.is_main else ():
+        one.describe_data()
     multipliers = task_lr_multipliers(task)
     data: TaskData | MultiTaskData
     if task.others:
@@ -181,9 +187,11 @@ def _train_seed(
         results = one.run(engine)
         if context.is_main:
             seed_directory = directory / one.task.subdirectory
-            _write_seed(one.task, seed_directory, checkpoint.step, trainer.progress.step, results)
-    if context.is_main and not task.others:
-        warn_of_little_progress(task, directory, keeper)
+            steps = trainer.progress.step
+            _write_seed(one.task, seed_directory, checkpoint.step, steps, one.train_cut, results)
+            of_task = keepers.get(one.task.settings.name)
+            lack = "" if of_task is None else one.little_learnt(of_task.metrics, results)
+            warn_of_little_progress(one.task, directory, lack)
     context.barrier()
     return None
 
@@ -202,6 +210,31 @@ class _TaskEvaluations:
             for files in (task.validation, task.test)
         )
 
+    @functools.cached_property
+    def train_cut(self) -> float:
+        """Share of the training samples of which tokens are cut off, of MOST_LOOKED_AT of them at most."""
+        records, renderer = self.task.train, self.task.renderer
+        numbers = range(0, len(records), -(-len(records) // MOST_LOOKED_AT))
+        return statistics.mean(renderer.sample(records[number], number).cut > 0 for number in numbers)
+
+    def describe_data(self) -> None:
+        """Log how many samples there are and are cut, and which classes a file lacks."""
+        name, settings, train = self.task.settings.name, self.task.settings, self.task.train
+        parts = [f"{len(train)} training samples, {self.train_cut:.1%} of them cut"]
+        for path, file in (self._validation | self._test).items():
+            parts.append(f"{path} {len(file.records)}, {file.cut / len(file.records):.1%} cut")
+        limit = f"task.sequence_length {settings.sequence_length}"
+        log.info("task %s, cut to fit %s: %s", name, limit, "; ".join(parts))
+        # WSC has classes without words, and trains on the samples of one of them.
+        classes = self.task.renderer.labels if getattr(self.task.renderer.task_type, "words", True) else ()
+        files = {"the training file": train} | {path: file.records for path, file in self._validation.items()}
+        for path, records in files.items():
+            labels = [record.label for record in records]
+            held = {name for label in labels for name in (label if isinstance(label, tuple) else (label,))}
+            if lacking := [label for label in classes if label not in held]:
+                so = "which the model cannot learn" if records is train else "of which the score says nothing"
+                log.warning("task %s: %s has no sample of %s, %s", name, path, listed(tuple(lacking)), so)
+
     def keeper(self, engine: PlainEngine, *arguments: Any) -> TaskMetricKeeper:
         """The metric keeper of the validation files. Args: arguments: the last arguments of a TaskMetricKeeper."""
         settings, model = self.task.settings, engine_model(self.task, engine, self._context)
@@ -213,10 +246,44 @@ class _TaskEvaluations:
         options = model if settings.writes_text else Model(model.predict)
         return TaskMetricKeeper(self._validation, metrics, options, *arguments)
 
+    def little_learnt(self, metrics: Metrics, results: Mapping[str, EvaluationResult]) -> str:
+        """As `little_learnt`, of the validation files."""
+        possible = [optimum(path) for path in self._validation if self.task.settings.reader == "synthetic"]
+        return little_learnt(metrics, self._validation, results, possible)
+
     def run(self, engine: PlainEngine) -> dict[str, EvaluationResult]:
         """The results of each file with the current weights."""
         model = engine_model(self.task, engine, self._context)
         return {path: evaluation.run(model) for path, evaluation in (self._validation | self._test).items()}
+
+
+def little_learnt(
+    metrics: Metrics,
+    files: Mapping[str, Evaluation],
+    results: Mapping[str, EvaluationResult],
+    possible: Sequence[Mapping[str, float]],
+) -> str:
+    """Words on a score that shows little learning, else "".
+
+    It is compared with the best possible score where that is known, else with that of the best answer that reads no
+    sample. Up to 1/sqrt(samples) above it can be chance: twice the standard error of a share or a correlation at most.
+
+    Args:
+        metrics: by which evaluations are compared. files, results: of the validation files, of the best checkpoint.
+        possible: the best possible metrics of each file, where they are known.
+    """
+    # A score that does not change is no sign: it may have reached its optimum.
+    best = statistics.mean(metrics.score(results[path].metrics) for path in files)
+    if possible and all({*(metrics.compared or metrics.names)} <= each.keys() for each in possible):
+        highest = statistics.mean(map(metrics.score, possible))
+        is_far = best < highest - FAR_BELOW * abs(highest)
+        return f"the best score is {best:.4f} of a possible {highest:.4f}" if is_far else ""
+    guess = statistics.mean(max(map(metrics.score, file.guesses())) for file in files.values())
+    count = sum(len(file.records) for file in files.values())
+    if best > guess + (FAR_BELOW * abs(guess) if metrics.has_costs else count**-0.5):
+        return ""
+    without = f"a guess that reads none of the {count} validation samples scores {guess:.4f}"
+    return f"the best score is {best:.4f}, and {without}"
 
 
 def multi_task_data(task: Task, order: TaskOrder) -> MultiTaskData:
@@ -258,7 +325,7 @@ def engine_model(task: Task, engine: PlainEngine, context: ParallelContext) -> M
 
 
 def _write_seed(
-    task: Task, directory: Path, best: int, steps: int, results: Mapping[str, EvaluationResult]
+    task: Task, directory: Path, best: int, steps: int, cut: float, results: Mapping[str, EvaluationResult]
 ) -> None:
     write_file_predictions(directory / "predictions", task.settings, results, "--output")
     summary = {
@@ -267,55 +334,67 @@ def _write_seed(
         "settings": settings_of(task.config),
         "steps": steps,
         "train_samples": len(task.train),
+        "train_cut": round(cut, 4),
         "files": {path: file_result(result) for path, result in results.items()},
     }
     # Last, since this file says that the seed is done.
     write_json(directory / RESULTS, summary)
 
 
-def warn_of_little_progress(task: Task, directory: Path, keeper: TaskMetricKeeper | None = None) -> None:
+def warn_of_little_progress(task: Task, directory: Path, lack: str = "") -> None:
     """Warn if the training loss or the validation scores show that a task was hardly learnt, with likely reasons.
 
-    The loss of the last fifth of the run is compared with the loss of guessing by the frequency of the labels; without
-    classes with the loss of the first fifth. Language modelling is left out: what a pretrained model can still learn
-    there is a small share of its loss.
+    The loss of the last fifth of the run is compared with the loss of guessing; where that is not known, with the loss
+    of the first fifth, except for language modelling: what a pretrained model can still learn there is a small share.
+
+    Args: lack: what the validation scores show.
     """
-    if task.settings.kind == "language_modelling":
-        return
     reasons, settings, config = [], task.settings, task.config
-    losses = [record["loss"] for record in read_metrics(directory) if record["kind"] == "train"]
-    if len(losses) > 1:
+    records = [record for record in read_metrics(directory) if record["kind"] == "train"]
+    # Its own: the sum has the losses of other tasks too. Tasks of text have no loss of their own.
+    losses = [record[name] for record in records if (name := f"loss/{settings.name}") in record]
+    if not losses and not config.tasks:
+        losses = [record["loss"] for record in records]
+    guess = guess_loss(task)
+    if len(losses) > 1 and (guess or settings.kind != "language_modelling"):
         # The loss and not the scores alone: an easy task may be learnt before the first evaluation.
         count = max(1, len(losses) // 5)
         first, last = sum(losses[:count]) / count, sum(losses[-count:]) / count
-        guess = guess_loss(task)
         if last > LITTLE_PROGRESS * (guess or first):
-            compared = "guessing by label frequency has" if guess else "the first was"
+            compared = "guessing by frequency has" if guess else "the first was"
             reasons.append(f"the final training loss is {last:.4f}, {compared} {guess or first:.4f}")
-    if keeper is not None:
-        # Scores are compared with one prediction for all samples: a score that only stands still may be at its optimum.
-        is_single, labels = task.renderer.prediction_type in ("classes", "numbers of choices"), set[Any]()
-        if is_single or task.renderer.prediction_type == "label sets":
-            labels = {record.label if is_single else tuple(record.label) for record in task.train}
-        possible = {path: optimum(path) for path in task.validation if settings.reader == "synthetic"}
-        reasons += filter(None, [keeper.lack(labels, possible)])
+    reasons += filter(None, [lack])
     if reasons:
+        rate = config.optimizer.lr
+        low = (
+            f"raise it: small models need {LEAST_RATE:g} to 3e-3"
+            if rate < LEAST_RATE
+            else "try three times less and more"
+        )
         log.warning(
-            "%s: %s, so the task was hardly learnt. The likely cause is the learning rate: optimizer.lr is %g; small "
-            "models need 1e-4 to 3e-3. Else raise finetune.epochs (%d now, %d steps), or look at samples with "
-            "scripts/inspect_batch.py.%s",
-            directory, "; ".join(reasons), config.optimizer.lr, config.finetune.epochs, config.training.steps,
+            "%s: %s, so the task %s was hardly learnt. The likely cause is the learning rate (optimizer.lr is %g): %s. "
+            "Else raise finetune.epochs (%d now, %d steps), or look at samples with scripts/inspect_batch.py.%s",
+            directory, "; ".join(reasons), settings.name, rate, low, config.finetune.epochs, config.training.steps,
             INITIAL_WEIGHTS_ADVICE * (config.checkpoint.initialize_from is None),
         )  # fmt: skip
 
 
 def guess_loss(task: Task) -> float:
-    """The loss of guessing by label frequency: the entropy of the training labels, nats; 0 without a cross entropy."""
+    """The loss of guessing by the frequency of the training labels; 0 where it is not known.
+
+    Nats: the entropy of classes, choices and tags, and the mean one of the classes of sets; of numbers the variance.
+    """
+    labels, head = [record.label for record in task.train], task.renderer.head
+    if head == "values":
+        return statistics.pvariance(labels)
+    if head == "tags":
+        return frequency_loss([tag for tags in labels for tag in tags])
+    if head == "sets":
+        return statistics.mean(
+            frequency_loss([name in held for held in labels]) for name in task.renderer.labels
+        )
     is_single = task.renderer.prediction_type in ("classes", "numbers of choices")
-    if not is_single or task.settings.loss != "cross_entropy" or task.config.finetune.lm_weight:
-        return 0.0
-    counts = Counter(record.label for record in task.train).values()
-    return sum(count / len(task.train) * math.log(len(task.train) / count) for count in counts)
+    return frequency_loss(labels) if is_single and task.settings.loss == "cross_entropy" else 0.0
 
 
 def write_file_predictions(

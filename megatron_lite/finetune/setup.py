@@ -20,7 +20,7 @@ from data_utils.common.settings import SettingsError, build, check, merge, parse
 from data_utils.tasks.base import TaskRecord
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.metrics.metrics_by_task import check_metrics, compared_by, with_no_answers
-from data_utils.tasks.readers.by_name import read_records, task_labels
+from data_utils.tasks.readers.by_name import read_records, task_labels, with_labels
 from data_utils.tasks.templates.input_formats import choose_input_format
 from data_utils.tasks.templates.render import Renderer
 from data_utils.tokenizers.tokenizer import Tokenizer, load_tokenizer
@@ -33,31 +33,33 @@ from megatron_lite.finetune.multi_task import batches_per_epoch, join_configs, w
 from megatron_lite.models.electra.config import discriminator_alone
 from megatron_lite.models.optimus.config import encoder_alone
 
-# `Renderer.head` -> `model.task_head`; and the section `model` without a head.
-HEADED = {"classes": "classes", "sets": "classes", "values": "values", "tags": "tags", "spans": "spans"}
+# Kind of task -> `model.task_head`, of those that need one; and the section `model` without a head.
+HEAD_OF_KIND = {
+    **dict.fromkeys(("classification", "typing"), "classes"),
+    "regression": "values",
+    "tagging": "tags",
+    "spans": "spans",
+}
 HEADLESS = {"task_head": "none", "task_classes": 0, "task_heads": []}
-# Sections that a tuned run does not inherit from the run that it begins with.
-_NOT_INHERITED = (
-    *(
-        "task",
-        "tasks",
-        "finetune",
-        "generation",
-        "checkpoint",
-        "events",
-        "parallel",
-        "timeouts",
-        "run",
-        "trackers",
-    ),
-    *("profiler", "deepspeed", "schedule", "phases"),
+# Sections about the steps and the surroundings of a run, which say nothing of its model.
+OF_TRAINING = (
+    *("checkpoint", "events", "parallel", "timeouts", "run", "trackers", "profiler", "deepspeed"),
+    *("schedule", "phases", "ema"),
 )
+_NOT_INHERITED = (
+    "task",
+    "tasks",
+    "finetune",
+    "generation",
+    *OF_TRAINING,
+)  # by a tuned run of the run it begins with
 _NOT_COUNTED = 1 << 40  # steps, until the samples are counted
 _PRETRAINING_SETTINGS = {
     "batch": ("ramp",),
     "training": (
         *("steps", "stop_after_step", "eval_interval", "eval_fillings"),
         *("loss_normalization", "loss_weights"),  # of the objectives' losses; a task has one
+        "cuda_graphs",  # a task may freeze parameters
     ),
     "schedule": ("warmup_steps", "decay_steps"),
     "checkpoint": ("save_interval", "keep_every"),
@@ -154,14 +156,20 @@ def load_tree(
     task_tree = merge(task_tree, changes)
     if task_tree.get("tasks"):
         task_tree = with_sections(task_tree, changes.get("task", {}))
-    for section, keys in _PRETRAINING_SETTINGS.items():
-        if isinstance(tree.get(section), Mapping):
-            tree[section] = {key: value for key, value in tree[section].items() if key not in keys}
-    tree = merge(tree, task_tree)
+    tree = merge(without_pretraining(tree), task_tree)
     if not isinstance(tree.get("task"), Mapping):
         raise ConfigError("no task given; pass --task FILE with a section task (see configs/tasks/).")
     if deepspeed_config is not None or tree.get("deepspeed"):
         tree = with_deepspeed(tree, changes, deepspeed_config, processes, say)
+    return tree
+
+
+def without_pretraining(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration without the settings that are about the steps and losses of pretraining."""
+    tree = dict(tree)
+    for section, keys in _PRETRAINING_SETTINGS.items():
+        if isinstance(tree.get(section), Mapping):
+            tree[section] = {key: value for key, value in tree[section].items() if key not in keys}
     return tree
 
 
@@ -233,9 +241,10 @@ def prepare(tree: Mapping[str, Any]) -> Task:
 
 def _with_files(config: Config, tokenizer: Tokenizer) -> Task:
     """One task with its files. Its configuration has the task's head, and no steps yet."""
+    assert config.task is not None
+    task = with_labels(config.task)
+    config = replace(config, task=task)
     renderer = make_renderer(config, tokenizer)
-    task = config.task
-    assert task is not None
     check_metrics(task, renderer.prediction_type, renderer.labels)
     train = [] if task.train is None else training_records(config, renderer)
     validation, test = (
@@ -288,7 +297,7 @@ def training_records(config: Config, renderer: Renderer) -> list[TaskRecord]:
 
 def with_head(config: Config, renderer: Renderer) -> Config:
     """The configuration with the head that the task needs."""
-    head = HEADED.get(renderer.head, "none")
+    head = HEAD_OF_KIND.get(renderer.inputs.config.kind, "none")
     classes = len(renderer.labels) if head in ("classes", "tags") else 0
     check(
         head not in ("classes", "tags") or classes > 1,

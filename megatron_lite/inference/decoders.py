@@ -41,6 +41,8 @@ from megatron_lite.inference.states import (
 from megatron_lite.inference.unmasking import Unmasking
 from megatron_lite.model.transformer import GLM
 
+_UNMASKING = ("unmask_steps", "unmask_block", "guidance")  # options of runs that write by unmasking
+
 
 class Decoder(Protocol):
     """Generates completions of texts with the template that a run was trained with."""
@@ -127,13 +129,22 @@ def check_generation_options(run: OpenRun, config: GenerationConfig) -> None:
             _refuse_unused(choice, writing, config)
 
 
+def unused_options(run: OpenRun) -> set[str]:
+    """The options of generation that none of the run's objectives reads."""
+    writings = [writing for writing in map(_writing, run.objectives) if writing is not None]
+    unused = set() if any(writing.modes for writing in writings) else {"mode"}
+    return (
+        unused if any(writing.generation == "unmasking" for writing in writings) else {*unused, *_UNMASKING}
+    )
+
+
 def _refuse_unused(choice: ObjectiveChoice, writing: TextFormat, config: GenerationConfig) -> None:
     """Raise ConfigError for options that this way of generating does not read."""
     mode = config.mode
-    if writing.generation != "unmasking" and (config.unmask_steps or config.unmask_block or config.guidance):
+    if writing.generation != "unmasking" and any(getattr(config, name) for name in _UNMASKING):
         raise ConfigError(
-            f"unmask_steps, unmask_block or guidance is set, but the run was trained on {choice.name}, which does not "
-            "generate by unmasking; remove it."
+            f"{', '.join(_UNMASKING[:-1])} or {_UNMASKING[-1]} is set, but the run was trained on {choice.name}, which "
+            "does not generate by unmasking; remove it."
         )
     if mode and mode not in writing.modes:
         raise ConfigError(

@@ -19,7 +19,7 @@ from data_utils.common.settings import build
 from data_utils.tokenizers.tokenizer import PROMPT_MARKERS
 from megatron_lite.config.generation import ONLY_FOR, GenerationConfig
 from megatron_lite.inference.attention_probe import SINGLE_STACK, AttentionProbe
-from megatron_lite.inference.decoders import check_can_generate
+from megatron_lite.inference.decoders import check_can_generate, unused_options
 from megatron_lite.inference.open_run import OpenRun, blank_shares
 from megatron_lite.inference.search import Hypothesis
 from megatron_lite.inference.texts import (
@@ -69,7 +69,9 @@ class Demo:
                 blank for blank, share in blank_shares(self._run.objectives).items() if share and self._fills
             ],
             "settings": [
-                _described(field, BLANKS if self._fills else TEXTS) for field in fields(GenerationConfig)
+                _described(field, BLANKS if self._fills else TEXTS)
+                for field in fields(GenerationConfig)
+                if field.name not in unused_options(self._run)
             ],
             "stacks": stacks,
             "heads": model.num_attention_heads,

@@ -6,11 +6,18 @@ import datetime
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+from data_utils.common.errors import UserError
 from data_utils.common.setting_files import shorten
+from data_utils.common.settings import build
+from data_utils.tasks.metrics.metrics_by_task import is_cost
+from megatron_lite.config.tree import Config
 from megatron_lite.metrics.formatting import format_count, format_duration
 from megatron_lite.report.charts import Chart, Line, draw, swatch
 from megatron_lite.report.html import Html, element, table, whole_page
@@ -35,7 +42,7 @@ def page(runs: Sequence[RunReport], made_at: float) -> str:
         *_notes(runs),
         *_section("Overview", _overview(runs)),
         _legend(runs),
-        *_section(f"Loss, nats per {_loss_unit(runs)}", *_charts(_loss_charts(runs))),
+        *_section(f"Loss, {_loss_unit(runs)}", *_charts(_loss_charts(runs))),
         *_section(
             "Scores", *_charts(_score_charts(runs)), *(each for run in runs for each in _scores(run, runs))
         ),
@@ -86,9 +93,11 @@ def _legend(runs: Sequence[RunReport]) -> Html:
         if len(runs) > 1
         else []
     )
-    styles = (
-        "Thin: training. Thick with dots: validation. Dotted: unigram model. Dashed vertical line: a restart."
-    )
+    styles = "Thin: training. Thick with dots: validation."
+    if any(run.unigram for run in runs):
+        styles += " Dotted: unigram model."
+    if _restarts(runs):
+        styles += " Dashed vertical line: a restart."
     return element("p", *colours, element("span", styles), class_="legend")
 
 
@@ -102,8 +111,43 @@ def _overview(runs: Sequence[RunReport]) -> Html:
     return table(["", *(run.name for run in runs)], rows, "numbers")
 
 
+def _setting(run: RunReport, key: str) -> Any:
+    """A setting of a configuration that may hold anything; None if it is not there."""
+    value: Any = run.config
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _what(run: RunReport) -> Iterator[tuple[str, str]]:
+    """What was trained, on what, and how."""
+    corpora = _setting(run, "data.train")
+    task = [_setting(run, f"task.{key}") for key in ("name", "kind", "train", "sequence_length")]
+    if task[0] is not None:
+        yield "task", f"{task[0]} ({task[1]})"
+        corpora, length = [{"prefix": task[2]}], task[3]
+    else:
+        with suppress(UserError):  # of another version
+            choices = build(Config, run.config).objective_choices
+            shares = (f"{one.name} {one.weight:g}" if len(choices) > 1 else one.name for one in choices)
+            yield "objective", ", ".join(shares)
+        length = _setting(run, "data.sequence_length")
+    if isinstance(corpora, list):
+        names = [Path(str(each.get("prefix"))).name for each in corpora if isinstance(each, Mapping)]
+        yield "training data", ", ".join(names)
+    kind, path = _setting(run, "tokenizer.kind"), _setting(run, "tokenizer.path")
+    if kind is not None:
+        yield "tokenizer", f"{kind}, {Path(str(path)).name}"
+    batch, rate = _setting(run, "batch.global_batch_size"), _setting(run, "optimizer.lr")
+    for name, value in (("sequence length", length), ("batch, samples", batch), ("peak learning rate", rate)):
+        if value is not None:
+            yield name, str(value)
+
+
 def _facts(run: RunReport) -> Iterator[tuple[str, str]]:
     records, start = run.records, run.records.starts[-1] if run.records.starts else {}
+    for name, text in _what(run):
+        yield name, shorten(text, MAX_TEXT)
     yield "trained", f"step {records.last_step:,}" + (f" of {run.steps:,}" if run.steps is not None else "")
     for label, kind in (("training loss", "train"), ("validation loss", "validation")):
         if (curve := records.curve(kind, "loss")) is not None:
@@ -215,24 +259,49 @@ def _loss_charts(runs: Sequence[RunReport]) -> list[Chart]:
         levels = [level for level in levels if math.isfinite(level[1])]
         title = "all objectives" if name == "loss" else shorten(name.removeprefix("loss/"), 60)
         charts.append(Chart(title, lines, "{:.4g}".format, levels, _restarts(runs)))
-    return charts
+    return _distinct(charts)
+
+
+def _distinct(charts: Sequence[Chart]) -> list[Chart]:
+    """Each set of curves once: a loss that is the only one, or a metric that is the score, under its own name."""
+    found: dict[Any, Chart] = {}
+    for chart in charts:
+        key = tuple((line.run, line.thin, tuple(line.curve.points())) for line in chart.lines)
+        found[key] = replace(found[key], title=chart.title) if key in found else chart
+    return list(found.values())
 
 
 def _loss_unit(runs: Sequence[RunReport]) -> str:
-    """The unit of the loss: per sentence for OPTIMUS, whose loss bounds a sentence's likelihood, else per token."""
-    is_optimus = [run.records.curve("train", "beta") is not None for run in runs]
-    if all(is_optimus):
-        return "sentence"
-    return "token (with a latent vector: per sentence)" if any(is_optimus) else "token"
+    """Of a task as its kind has it; per sentence for OPTIMUS, whose loss bounds a sentence's likelihood."""
+    units = []
+    for run in runs:
+        kind = _setting(run, "task.kind")
+        if kind is None:
+            is_optimus = run.records.curve("train", "beta") is not None
+            units.append("nats per sentence" if is_optimus else "nats per token")
+        elif kind == "regression":
+            units.append("squared error")
+        else:
+            by_tokens = {
+                "tagging": "word",
+                **dict.fromkeys(("seq2seq", "blanks", "language_modelling"), "token"),
+            }
+            units.append(f"nats per {by_tokens.get(kind, 'sample')}")
+    return " or ".join(dict.fromkeys(units))
 
 
 def _score_charts(runs: Sequence[RunReport]) -> list[Chart]:
     """Metrics of a task's validation, the score that chooses the best checkpoint first."""
     names = dict.fromkeys(["score", *(name for run in runs for name in run.records.curves["scores"])])
-    return [
-        Chart(shorten(name, 60), _lines(runs, "scores", name), "{:.4g}".format, (), _restarts(runs))
-        for name in names
-    ]
+    return _distinct(
+        [
+            Chart(
+                shorten(name, 60), _lines(runs, "scores", name), "{:.4g}".format, (), _restarts(runs),
+                also="lowest" if is_cost(name.rpartition("/")[2]) else "highest",
+            )
+            for name in names
+        ]
+    )  # fmt: skip
 
 
 def _latent_charts(runs: Sequence[RunReport]) -> list[Chart]:

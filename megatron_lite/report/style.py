@@ -28,7 +28,7 @@ svg { display: block; overflow: visible; }
 svg text { fill: var(--weak); font-size: 11px; }
 .grid { stroke: var(--line); stroke-width: 1; }
 polyline, .level, .restart { fill: none; vector-effect: non-scaling-stroke; stroke-linejoin: round; }
-.thin { stroke-width: 1.2; opacity: .55; }
+.thin { stroke-width: 1.3; opacity: .8; }
 .thick { stroke-width: 2; }
 .level { stroke-width: 1.5; stroke-dasharray: 2 4; }
 .restart { stroke-width: 1; stroke-dasharray: 6 4; opacity: .7; }

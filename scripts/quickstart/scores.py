@@ -7,10 +7,10 @@ Each text has one blank. All models are told how many tokens the word has, and n
   token accuracy   the share of the words' tokens that are the likeliest, given the word's tokens before it
   nats per token   of the same tokens
   exact match      the share of words that the model writes as they were
-  ... length too   the same where the model finds the length by itself, which n-grams cannot
+  exact match, free length   the same where the model finds the length by itself, which n-grams cannot
 
-The 5-gram model sees the text to the left (5-gram <) or on both sides (5-gram <>): it chooses among whole words by the
-text that follows them, and among tokens where one is missing. Writes RUN_DIRECTORY/scores.json.
+The 5-gram model sees the text to the left (5-gram left) or on both sides (5-gram both): it chooses among whole words by
+the text that follows them, and among tokens where one is missing. Writes RUN_DIRECTORY/scores.json.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FIGURES = {
     "token accuracy": "{:.1%}",
     "nats per token": "{:.2f}",
     "exact match": "{:.1%}",
-    "... length too": "{:.1%}",
+    "exact match, free length": "{:.1%}",
 }
 Scores = dict[str, float]
 
@@ -69,12 +69,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     scores = {
         "unigram": ngram_scores(counted[1], blanks, sees_right=False),
-        "5-gram <": ngram_scores(counted[ORDER], blanks, sees_right=False),
-        "5-gram <>": ngram_scores(counted[ORDER], blanks, sees_right=True),
+        "5-gram left": ngram_scores(counted[ORDER], blanks, sees_right=False),
+        "5-gram both": ngram_scores(counted[ORDER], blanks, sees_right=True),
         "model": token_scores(model_log_probabilities(run.model, blanks, special))
         | {
             "exact match": exact_match(blanks, told_lengths(blanks, fill)),
-            "... length too": exact_match(blanks, fill(0, 4 * LONGEST, blanks)),
+            "exact match, free length": exact_match(blanks, fill(0, 4 * LONGEST, blanks)),
         },
     }
     write_whole(args.run / "scores.json", (json.dumps(scores, indent=1) + "\n").encode(), "RUN_DIRECTORY")
@@ -177,11 +177,11 @@ def table(scores: dict[str, Scores], blanks: Sequence[WordBlank]) -> str:
     tokens = sum(len(blank.word) for blank in blanks)
     lines = [
         f"{len(blanks):,} words of as many validation texts, {tokens:,} tokens; every model knows their number",
-        f"{'':16}" + "".join(f"{name:>10}" for name in scores),
+        f"{'':26}" + "".join(f"{name:>13}" for name in scores),
     ]
     for figure, pattern in FIGURES.items():
         shown = (pattern.format(of[figure]) if figure in of else "" for of in scores.values())
-        lines.append(f"{figure:16}" + "".join(f"{text:>10}" for text in shown))
+        lines.append(f"{figure:26}" + "".join(f"{text:>13}" for text in shown))
     return "\n".join(lines)
 
 

@@ -1,5 +1,6 @@
 """scripts/finetune.py as users start it: alone on a directory of transformers, and by the launcher on two processes."""
 
+import csv
 import json
 import os
 import shutil
@@ -13,8 +14,11 @@ from support.commands import assert_refused, forked
 from support.distributed import free_port
 from support.project import ROOT
 from support.published import random_model
-from support.tasks import WORDS, write_task
+from support.tasks import WORDS, write_lines, write_task
 
+from data_utils.common.settings import build
+from data_utils.tasks.config import TaskConfig
+from data_utils.tasks.readers.by_name import read_records
 from megatron_lite.finetune.checkpoints import evaluate
 
 ENTRY = "scripts/finetune.py"
@@ -57,6 +61,66 @@ def test_a_published_directory_is_imported_tuned_and_measured(tmp_path):
     assert_refused(forked(ENTRY, *command, "--checkpoint", str(best)), words)
     random_model("bert", std=0.06, vocab_size=len(names)).save_pretrained(original)
     assert_refused(forked(ENTRY, *command), f"began with other weights ({original}, now {original})")
+
+
+def test_tables_without_labels_in_the_settings_are_learnt_and_predicted(tmp_path):
+    """The classes are the training file's. The start says what is cut and missing, the end what is not learnt."""
+    model, task = write_task(tmp_path / "task", train=32, labels=[], sequence_length=8)
+    section = yaml.safe_load(Path(task).read_text())["task"]
+    tables = {name: tmp_path / f"{name}.csv" for name in ("train", "validation", "new")}
+    text, long = 'a "good", film', "good bad good bad good bad good"
+    for path, labels in zip(tables.values(), (["10", "9", "x"] * 8, ["9", "10"] * 8, [""] * 3), strict=True):
+        with path.open("w", newline="") as file:
+            rows = csv.writer(file)
+            rows.writerow(["id", "text", "label"])
+            rows.writerows(
+                [n, f"{long}\nfilm" if n % 4 == 0 else text, label] for n, label in enumerate(labels)
+            )
+    files = {"train": str(tables["train"]), "validation": [str(tables["validation"])]}
+    numbers = [{"text": text, "label": n % 7} for n in range(24)]
+    value = {
+        **section,
+        "name": "share",
+        "kind": "regression",
+        "train": write_lines(tmp_path / "n.jsonl", numbers),
+    }
+    value["validation"] = [value["train"]]
+    both = [tmp_path / "votes.yaml", tmp_path / "share.yaml"]
+    for path, tree in zip(both, ({**section, **files}, value), strict=True):
+        path.write_text(yaml.safe_dump({"task": tree}))
+    options = ["--config", model, "finetune.epochs=2", "optimizer.lr=1e-9", "run.log_interval=1"]
+    done = forked(ENTRY, *options, "--output", tmp_path / "out", "--tasks", *both)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "task votes, cut to fit task.sequence_length 8: 24 training samples, 25.0% of them cut; "
+        f"{tables['validation']} 16, 25.0% cut" in done.stdout
+    )
+    assert (
+        f"task votes: {tables['validation']} has no sample of x, of which the score says nothing"
+        in done.stdout
+    )
+    for name in ("votes", "share"):
+        assert f"so the task {name} was hardly learnt" in done.stdout
+    assert "guessing by frequency has 1.0986" in done.stdout  # log 3, of three classes
+    seed = tmp_path / "out/seed_1234"
+    (found,) = json.loads((tmp_path / "out/tasks/votes/results.json").read_text())["seeds"]
+    assert found["train_cut"] == 0.25 and found["settings"]["task"]["labels"] == ["10", "9", "x"]
+    predict = ["--predict", tables["new"], "--predictions", tmp_path / "p"]
+    done = forked("scripts/evaluate.py", "--checkpoint", seed, "--task", both[0], *predict)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "p/votes.jsonl").read_text().splitlines()]
+    assert len(lines) == 3 and all(list(line["scores"]) == ["10", "9", "x"] for line in lines)
+    assert all(sum(line["scores"].values()) == pytest.approx(1.0, abs=1e-3) for line in lines)
+    read = read_records(
+        build(TaskConfig, {**section, **files, "labels": ["10", "9", "x"]}), tables["train"], labelled=True
+    )
+    assert [record.fields["text"] for record in read[:2]] == [f"{long}\nfilm", text]
+    for row, told in (
+        ("3,b", "new.csv:2: the row has 2 fields, but the first row has 3"),
+        ('3,"a" b,9', "not a valid table"),
+    ):
+        tables["new"].write_text(f"id,text,label\n{row}\n")
+        assert_refused(forked("scripts/evaluate.py", "--checkpoint", seed, "--task", both[0], *predict), told)
 
 
 def test_seeds_of_other_weights_are_not_taken_for_those_of_a_call(tmp_path):

@@ -6,8 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.commands import assert_refused, forked
 from support.distributed import run_ranks
 from support.tasks import votes, write_lines, write_task
+from support.training import fit, records
 
 from data_utils.common.settings import merge
 from megatron_lite.config.sections import ParallelConfig
@@ -135,9 +137,11 @@ def test_mistakes_are_one_line(run, tmp_path, monkeypatch, capsys):
     cases = {
         "no checkpoint given": [],
         "does not exist; give a run": ["--checkpoint", str(tmp_path / "none")],
-        "has the head none (0 classes), but the task needs classes (2)": [
-            *("--checkpoint", best, "task.kind=classification", "task.labels=['0', '1']")
+        # Whatever else is wrong with the task: its files are not there either.
+        "has no head, but a task of kind classification needs one for classes": [
+            *("--checkpoint", best, "task.kind=classification", "task.validation=['none.jsonl']")
         ],
+        "--predict needs a place for its predictions": ["--checkpoint", best, "--predict", "a.jsonl"],
         "names no file to evaluate on": ["--checkpoint", best, "task.validation=[]"],
         "--batch is 0": ["--checkpoint", best, "--batch", "0"],
         "--plot is 'x.txt'; its name must end in .png": ["--checkpoint", best, "--plot", "x.txt"],
@@ -185,3 +189,42 @@ def test_a_plot_has_a_line_for_each_run_also_of_one_name(tmp_path, monkeypatch):
     labels = [[text.get_text().strip() for text in one.get_texts()] for one in legends]
     assert labels == [["a, f", "b, f"], ["a/run, f", "b/run, f"], ["_a$\\foo$, x/f", "_a$\\foo$, y/f"]]
     assert [len(line.get_xdata()) for line in legends[0].axes.get_lines()] == [2, 2]
+
+
+def test_a_pretraining_run_has_the_validation_losses_of_its_record(settings, corpus, tmp_path):
+    """To the last digit: of averaged weights, several objectives and corpora, after the training corpus is gone."""
+    shutil.copytree(corpus, tmp_path / "gone")
+    prefixes = [str(corpus / "corpus_validation"), str(corpus / "corpus_train")]
+    changes = {
+        "data": {
+            "train": [{"prefix": str(tmp_path / "gone/corpus_train")}],
+            "validation": [
+                {"prefix": prefix, "weight": 1 + number} for number, prefix in enumerate(prefixes)
+            ],
+        },
+        "objectives": {"masked_lm": 1.0, "causal": 2.0},
+        "training": {"steps": 4, "loss_normalization": "per_objective", "eval_samples": 12},
+        "model": {"max_position": 80},
+        "ema": {"decay": 0.5, "use": True},
+    }
+    run_ranks(fit, 1, merge(settings, changes))
+    shutil.rmtree(tmp_path / "gone")
+    expected = records(tmp_path / "run", "validation")[4]
+    command = ["scripts/evaluate.py", "--checkpoint", tmp_path / "run", "--json", tmp_path / "a.json"]
+    done = forked(*command)
+    assert done.returncode == 0 and f"loss {expected['loss']:.4f}" in done.stdout, done.stderr
+    (found,) = json.loads((tmp_path / "a.json").read_text())
+    assert found["step"] == 4 and found["validation"]["all corpora"] == expected
+    assert list(found["validation"]) == ["all corpora", *prefixes]
+    done = forked(*command, f"data.validation=[{{prefix: {prefixes[0]}}}]")  # other data
+    (other,) = json.loads((tmp_path / "a.json").read_text())
+    assert other["validation"] == {"all corpora": found["validation"][prefixes[0]]}, done.stderr
+    # Settings of the losses of pretraining are not about a task, and what the checkpoint is comes before all of them.
+    text = {"name": "text", "kind": "language_modelling", "reader": "text", "form": "causal", "stride": 16}
+    text |= {"sequence_length": 32, "validation": [str(tmp_path / "words.txt")]}
+    (tmp_path / "words.txt").write_text("word1 word2 word3 word4\n")
+    (tmp_path / "text.yaml").write_text(json.dumps({"task": text}))
+    done = forked(*command, "--task", tmp_path / "text.yaml")
+    assert done.returncode == 0 and "token_perplexity" in done.stdout, done.stderr
+    done = forked(*command, "--task", "noisy_votes", "task.kind=classification")
+    assert_refused(done, "has no head, but a task of kind classification needs one for classes")

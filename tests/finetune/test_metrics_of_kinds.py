@@ -18,9 +18,15 @@ from support.tasks import task_of, write_lines, write_task
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.tasks.base import TaskRecord
 from data_utils.tasks.metrics.metrics import BLEU, KNOWN, measure
-from data_utils.tasks.metrics.metrics_by_task import PERPLEXITIES, WITH_POSITIVE, check_metrics, task_metrics
-from megatron_lite.finetune.evaluation import Evaluation, Model
-from megatron_lite.finetune.run import write_file_predictions
+from data_utils.tasks.metrics.metrics_by_task import (
+    PERPLEXITIES,
+    WITH_POSITIVE,
+    Metrics,
+    check_metrics,
+    task_metrics,
+)
+from megatron_lite.finetune.evaluation import Evaluation, EvaluationResult, Model
+from megatron_lite.finetune.run import little_learnt, write_file_predictions
 from megatron_lite.parallel.context import ParallelContext
 
 METRICS = sorted({*KNOWN, *PERPLEXITIES})
@@ -221,6 +227,42 @@ KINDS = (
     *(classes, three_classes, cloze, choices, record_task, regression, seq2seq, blanks, spans),
     *(label_sets, entities, parts_of_speech, language_modelling, lambada),
 )
+
+
+# What answers that read no sample reach at best: the commonest of the labels above, or the frequencies of their tokens.
+GUESSES = {
+    **{kind: {"accuracy": 1 / 2, "matthews": 0.0} for kind in (classes, three_classes, cloze, choices)},
+    **{kind: {"answer_em": 1 / 2, "answer_em_v2": 1 / 2} for kind in (record_task, spans)},
+    seq2seq: {"exact_match": 1 / 2, "loss": math.log(2)},  # cold and an end, twice
+    regression: {"pearson": 0.0, "spearman": 0.0},
+    label_sets: {"strict_accuracy": 1 / 4, "loose_micro_f1": 2 * 3 / (8 + 4)},
+    entities: {"tag_accuracy": 2 / 5, "entity_f1": 2 * 1 / (5 + 2)},
+    parts_of_speech: {"tag_accuracy": 3 / 5},
+    language_modelling: {"token_perplexity": 5.0, "word_perplexity": 5.0},
+    lambada: {"accuracy": 1 / 2, "word_perplexity": 2.0},
+    blanks: {"exact_match": 1 / 2},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_a_run_that_learnt_nothing_is_told_by_every_metric_of_every_kind(kind, tmp_path):
+    """A score that a guess reaches, and for correlations a negative one, gets words; the best one gets none."""
+    made, given, *_ = kind()
+    for metric, guess in GUESSES[kind].items():
+        names = () if metric == "loss" else (metric,)
+        config = dataclasses.replace(made.inputs.config, metrics=names)
+        evaluation = Evaluation(config, made, given, ParallelContext.alone(), 8)
+        found = [each[metric] for each in evaluation.guesses()]
+        least = metric in (*PERPLEXITIES, "loss")
+        assert (min if least else max)(found) == pytest.approx(guess), metric
+        for name in ("records", "_samples", "_all_records"):  # many, so that chance explains little
+            setattr(evaluation, name, getattr(evaluation, name) * 100)
+        for value, told in ((guess, True), (-0.9, True), (guess / 2 if least else 1.0, False)):
+            if least and value < 0:
+                continue
+            result = EvaluationResult({metric: value}, given, [], 0)
+            said = little_learnt(Metrics((metric,)), {"data": evaluation}, {"data": result}, [])
+            assert bool(said) == told, (metric, value)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

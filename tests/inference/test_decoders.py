@@ -26,7 +26,7 @@ def written(run, text, length, at_least):
     """Greedily, without a cache."""
     name, answer = run.objectives[0].name, []
     ends = ENDS.get(name, {8})
-    banned = set(dataclasses.asdict(SPECIAL).values()) - ends - ({3} if name == "t5" else set())
+    banned = set(dataclasses.asdict(SPECIAL).values()) - ends
     while len(answer) < length:
         logits = next_logits(run, text, answer)
         logits[[*banned, *(ends if len(answer) < at_least else [])]] = float("-inf")

@@ -64,7 +64,9 @@ def read(*runs):
 def test_a_real_run_is_shown(real_run):
     found = read(real_run)
     for part in (
-        "step 6 of 6", "validation loss", "restarts 1", "started, processes 1: pipeline 1 x data 1 x tensor 1",
+        "step 6 of 6", "objective blank_infilling training data corpus_train tokenizer bert_wordpiece, vocab.txt",
+        "sequence length 64 batch, samples 8 peak learning rate 0.003", "validation loss",
+        "restarts 1", "started, processes 1: pipeline 1 x data 1 x tensor 1",
         "resumed from step 3 (restart 1)", "training.eval_interval 2 1000", "data waiting time, share",
         "corpora", "step 2", "original", "train", "6 2", "MiB in 1 files", "learning rate", "gradient norm",
     ):  # fmt: skip
@@ -280,15 +282,36 @@ def test_scores_are_shown(tmp_path):
     records = [
         {"kind": "scores", "step": s, "time": 1.7e9, "score": s / 10, "accuracy": s / 10} for s in (5, 7, 6)
     ]
-    run = write_records(tmp_path / "run", [train(1), *sorted(records, key=lambda record: record["step"])])
+    run = write_records(
+        tmp_path / "run",
+        [train(1, **{"loss/votes": 4.999}), *sorted(records, key=lambda record: record["step"])],
+    )
     (run / "scores.json").write_text(
         '{"model": {"exact match": 0.25}, "5-gram": {"exact match": 0.125, "nats": 2.5}}'
     )
     (run / "results.json").write_text(
         '{"seed": 1, "files": {"test.jsonl": {"samples": 2, "metrics": {"f1": 0.5}}}}'
     )
+    classifier = {
+        "name": "votes",
+        "kind": "classification",
+        "train": "data/votes.jsonl",
+        "sequence_length": 96,
+    }
+    (run / "config.yaml").write_text(
+        yaml.safe_dump({"task": classifier, "optimizer": {"lr": 0.003}, "batch": {"global_batch_size": 16}})
+    )
     found = read(run)
-    assert "score 0.7000, best 0.7000 at step 7" in found.text and "accuracy" in found.text
+    assert "score 0.7000, best 0.7000 at step 7" in found.text
+    # One chart of the loss and one of the score, named as what they are.
+    assert found.text.count("Loss, nats per sample") == 1 and "nats per token" not in found.text
+    charts = found.text.partition("Loss, nats")[2].partition("Optimization")[0]
+    assert "votes" in charts and "all objectives" not in charts and charts.count("accuracy") == 1
+    scores = charts.partition("Scores")[2]
+    assert "highest 0.7" in scores and "lowest" not in scores
+    assert "unigram" not in found.text and "Dashed vertical" not in found.text
+    facts = "task votes (classification) training data votes.jsonl sequence length 96 batch, samples 16"
+    assert f"{facts} peak learning rate 0.003" in found.text
     assert "model 5-gram test.jsonl" in found.text and "exact match 0.25 0.125 -" in found.text
     assert "nats - 2.5 -" in found.text and "f1 - - 0.5" in found.text
 

@@ -232,10 +232,12 @@ def test_ngrams_score_what_they_have_counted() -> None:
     learned = np.array([1, 20, 40, 21, 30, 31] * 3)
     scores = ngram_scores(NGram(learned, 50), BLANKS, sees_right=False)
     assert scores["token accuracy"] == scores["exact match"] == 1.0
-    rows = table({"unigram": scores, "model": scores | {"... length too": 0.5}}, BLANKS).splitlines()
+    rows = table(
+        {"unigram": scores, "model": scores | {"exact match, free length": 0.5}}, BLANKS
+    ).splitlines()
     assert rows[0].startswith("2 words of as many validation texts, 3 tokens")
     assert rows[2].split() == ["token", "accuracy", "100.0%", "100.0%"]
-    assert rows[5].split() == ["...", "length", "too", "50.0%"]
+    assert rows[5].split() == ["exact", "match,", "free", "length", "50.0%"]
 
 
 def test_the_text_to_the_right_tells_what_the_left_cannot() -> None:

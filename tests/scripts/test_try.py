@@ -194,6 +194,12 @@ def test_completions_match_generate(objective, tmp_path, monkeypatch, capsys):
     write_run(tmp_path / "run", settings)
     demo = Demo(open_run(tmp_path / "run"))
     about = demo.about()
+    # The page shows what the run's way of generating reads, and nothing that it refuses.
+    shown = {each["name"] for each in about["settings"]}
+    for name, value in {"mode": "regular", "unmask_steps": 2, "unmask_block": 2, "guidance": 1.0}.items():
+        with contextlib.nullcontext() if name in shown else pytest.raises(ConfigError, match=name):
+            demo.complete(text, {name: value})
+    assert not shown & {"mode", "guidance"} and "max_length" in shown
     assert about["fills"] == (objective == "blank_infilling") == bool(about["blanks"])
     first = {each["name"]: each["value"] for each in about["settings"] if each["only_for"] is None}
     assert demo.complete(about["example"], first)["segments"]

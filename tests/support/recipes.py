@@ -24,6 +24,7 @@ SPECIAL = SpecialTokens(
 )
 SIZE = 3000
 FIRST_TEXT_TOKEN = 1000
+SENTINELS = tuple(range(FIRST_TEXT_TOKEN - 1, FIRST_TEXT_TOKEN - 101, -1))
 
 
 def vocabulary() -> Vocabulary:
@@ -31,7 +32,7 @@ def vocabulary() -> Vocabulary:
     ids = np.arange(SIZE)
     word_start = ~((ids >= FIRST_TEXT_TOKEN) & (ids % 3 == 2))
     sentence_end = (ids >= FIRST_TEXT_TOKEN) & (ids % 7 == 0)
-    return Vocabulary(SPECIAL, SIZE, sentence_end, word_start)
+    return Vocabulary(SPECIAL, SIZE, sentence_end, word_start, sentinels=SENTINELS)
 
 
 def text_of(length: int, with_eos: bool = True, first: int = FIRST_TEXT_TOKEN) -> np.ndarray:
@@ -228,7 +229,7 @@ def rebuilt_t5(example: Example, first: int = 0) -> np.ndarray:
     spans, current = [], []
     answers = from_targets(example)
     for token in answers[1:-1].tolist():
-        if token == SPECIAL.mask:
+        if token in SENTINELS:
             spans.append(current)
             current = []
         else:
@@ -236,7 +237,7 @@ def rebuilt_t5(example: Example, first: int = 0) -> np.ndarray:
     spans.append(current)
     text = []
     for token in example.tokens[example.weights == 0].tolist()[first:]:
-        text += spans.pop(0) if token == SPECIAL.mask else [token]
+        text += spans.pop(0) if token in SENTINELS else [token]
     return np.array(text, np.int32)
 
 

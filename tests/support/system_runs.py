@@ -160,8 +160,10 @@ CASES = {
     "mass": _writer("mass", wordpiece, "mass", rows=False),
     "t5": _writer("t5", wordpiece, "t5", options={"added_tokens": "t5"}),
     "t5_1_1": _writer("t5_1_1", wordpiece, "t5", options={"added_tokens": "t5"}),
-    "mt5": _writer("mt5", byte_bpe, "t5", options={"added_tokens": "glm"}),
-    "t5, glm": _writer("t5", byte_bpe, "t5", options={"added_tokens": "glm"}),
+    "mt5": _writer("mt5", byte_bpe, "t5", options={"added_tokens": "t5"}),
+    "t5, glm": _writer(
+        "t5", byte_bpe, "t5", options={"added_tokens": "glm"}, section={"sentinel_first": 399}
+    ),
     "glm": Case("glm", wordpiece, "blank_infilling", WRITER, options={"added_tokens": "glm"}, rows=False),
     "glm, bytes": Case("glm", byte_bpe, "blank_infilling", WRITER, rows=False),
     **{
@@ -249,11 +251,10 @@ def answers(case: Case, run: Run) -> tuple[dict[str, Any], torch.Tensor | None]:
             reference["labels"] = _lists(batch, TARGETS, has_loss.numpy())
     if case.auto == "AutoModelForMaskedLM":
         special = run.tokenizer.special
-        before, after = (run.tokenizer.encode(text) for text in MASKED.split("{}"))
-        ids = [special.cls, *before, special.mask, *after, special.sep]
+        ids = [special.cls, *run.tokenizer.encode_with_specials(MASKED.format("[MASK]")), special.sep]
         batch = texts_to_batch(run.config.model, [np.array(ids)])
         batch[:, OBJECTIVE] = OBJECTIVES[case.objective].losses[0].number
-        of_mask = our_output(run.model, batch)[1][0, 1 + len(before)]
+        of_mask = our_output(run.model, batch)[1][0, ids.index(special.mask)]
         reference |= {
             "text": MASKED.format(run.tokenizer.token_to_text(special.mask)),
             "best": of_mask.argmax().item(),

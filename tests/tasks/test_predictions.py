@@ -76,6 +76,14 @@ def test_ones_own_task(tmp_path):
     assert lines == ['{"idx": 0, "label": ["O", "B-PER"]}', '{"idx": 1, "label": ["O"]}']
 
 
+def test_ones_own_task_in_files_of_a_benchmark_has_the_probabilities(tmp_path):
+    """A benchmark's server takes none, and is not meant here."""
+    own, path = task("own", "glue"), tmp_path / file_name(task("own", "glue"))
+    write_predictions(path, own, [3], ["b"], beside={"scores": [{"a": 0.2, "b": 0.8}]})
+    assert path.name == "own.jsonl"
+    assert json.loads(path.read_text()) == {"idx": 3, "label": "b", "scores": {"a": 0.2, "b": 0.8}}
+
+
 def test_names_of_files():
     names = [("boolq", "superglue"), ("ax_b", "superglue"), ("rte", "glue"), ("MNLI", "glue"), ("sst2", "glue"),
              ("squad2", "squad"), ("RTE", "jsonl"), ("../my task", "jsonl")]  # fmt: skip

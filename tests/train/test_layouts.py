@@ -24,6 +24,7 @@ MIXED = {
         "ul2": 1.0,
         "masked_diffusion": 1.0,
     },
+    **{name: {"sentinel_first": 30, "sentinel_count": 9} for name in ("t5", "ul2")},
     "model": {"max_position": 80},
     "batch": {"micro_batch_size": 2, "global_batch_size": 24},
 }

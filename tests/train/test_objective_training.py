@@ -23,12 +23,14 @@ ALONE = (
     "relevance",
 )  # their models are not one Transformer; the samples of optimus are rows of whole documents
 MIXED = {name: made for name, made in OBJECTIVES.items() if name not in ALONE}
+SENTINELS = {"sentinel_first": 30, "sentinel_count": 9}  # words of the vocabulary, which has no <extra_id_0>
 
 
 def test_a_mixture_of_all_objectives_trains(settings, tmp_path):
     mixed = {
         "objectives": {name: 1.0 for name in MIXED},
         "masked_lm": {"next_sentence": True},
+        **dict.fromkeys(("t5", "ul2"), SENTINELS),
         "model": {
             "max_position": 80, "sentence_classes": 2, "span_boundary_places": 10, "segments": 6,
             "class_heads": ["sentence_reordering:9", "sentence_distance:3", "token_document:2"],
@@ -49,6 +51,7 @@ def test_an_encoder_and_a_decoder_learn_their_objectives(settings, tmp_path):
     dropout = {name: 0.1 for name in ("embedding_dropout", "attention_dropout", "output_dropout")}
     mixed = {
         "objectives": {"t5": 1.0, "bart": 1.0, "mass": 1.0, "prefix_lm": 1.0, "ul2": 1.0},
+        **dict.fromkeys(("t5", "ul2"), SENTINELS),
         "model": {"decoder_layers": 2, "max_position": 80, "positions": "learned", **dropout},
         "training": {"steps": 8, "eval_interval": 4},
         "checkpoint": {"save_interval": 4},
@@ -100,7 +103,10 @@ def test_a_run_with_xlnets_memory_is_resumed_bit_for_bit(settings, tmp_path):
 
 RESUMED = {
     "masked_diffusion": {},
-    "ul2": {"ul2": {"extreme_token": 5, "sequential_token": 6}, "model": {"decoder_layers": 1}},
+    "ul2": {
+        "ul2": {"extreme_token": 5, "sequential_token": 6, **SENTINELS},
+        "model": {"decoder_layers": 1},
+    },
 }
 
 

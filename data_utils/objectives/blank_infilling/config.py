@@ -113,8 +113,12 @@ class BlankInfillingConfig(ObjectiveConfig):
     def needed_roles(self) -> tuple[str, ...]:  # type: ignore[override]
         if self.masked_lm:
             return "cls", "mask"
-        replaces = self.block_mask_prob > 0 or self.context_mask_ratio > 0
-        return ("cls", "mask", "sop", "eop", "eos", *(["dblock"] if replaces else []))
+        others = {
+            "smask": self.sentence_prob > 0,
+            "gmask": self.document_prob > 0,
+            "dblock": self.block_mask_prob > 0 or self.context_mask_ratio > 0,
+        }
+        return ("cls", "mask", "sop", "eop", "eos", *(role for role in others if others[role]))
 
     def __post_init__(self) -> None:
         check(

@@ -59,6 +59,16 @@ class Metrics:
         numbers = [measured[name] * _WEIGHTS.get(name, 1.0) for name in self.compared or self.names]
         return sum(numbers) / len(numbers)
 
+    @property
+    def has_costs(self) -> bool:
+        """Whether a perplexity or loss is compared, of which lower is better, and which has no upper bound."""
+        return any(map(is_cost, self.compared or self.names))
+
+
+def is_cost(metric: str) -> bool:
+    """Whether lower is better: a perplexity or a loss."""
+    return _WEIGHTS.get(metric, 1.0) < 0
+
 
 _WEIGHTS = {**dict.fromkeys((*PERPLEXITIES, LOSS), -1.0), **dict.fromkeys(BLEU, 0.01)}
 

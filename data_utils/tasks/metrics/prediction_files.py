@@ -34,10 +34,18 @@ _NAMES = {
 
 def file_name(task: TaskConfig) -> str:
     """The name that the benchmark's server wants; for other tasks their own, of letters, digits and -_. only."""
-    plain = {"mnli": "mnlim"}.get(plain_name(task.name), plain_name(task.name))
-    known = {plain_name(name): name for name in _NAMES.get(task.reader, ())}
     own = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in task.name)
-    return known.get(plain, own) + _SUFFIXES.get(task.reader, ".jsonl")
+    return (_server_name(task) or own) + _SUFFIXES.get(_server_format(task), ".jsonl")
+
+
+def _server_name(task: TaskConfig) -> str | None:
+    plain = {"mnli": "mnlim"}.get(plain_name(task.name), plain_name(task.name))
+    return {plain_name(name): name for name in _NAMES.get(task.reader, ())}.get(plain)
+
+
+def _server_format(task: TaskConfig) -> str:
+    """The reader whose benchmark's form a file of predictions has; "" for your own data in its files."""
+    return task.reader if task.reader not in _NAMES or _server_name(task) else ""
 
 
 def write_predictions(
@@ -62,16 +70,17 @@ def write_predictions(
             f"there are {len(predictions)} predictions for {len(indices)} samples; each sample needs one."
         )
     name, pairs = plain_name(task.name), list(zip(indices, predictions, strict=True))
-    if task.reader == "squad":
+    server_format = _server_format(task)
+    if server_format == "squad":
         text = json.dumps(dict(pairs), ensure_ascii=False) + "\n"
-    elif task.reader == "glue":
+    elif server_format == "glue":
         text = "".join(
             f"{index}\t{value}\n" for index, value in [("index", "prediction"), *_glue(name, pairs)]
         )
-    elif task.reader == "superglue" and name == "multirc":
+    elif server_format == "superglue" and name == "multirc":
         text = _lines(_multirc(pairs))
     else:
-        is_superglue = task.reader == "superglue"
+        is_superglue = server_format == "superglue"
         lines = [{"idx": i, "label": _superglue(name, p) if is_superglue else p} for i, p in pairs]
         for key, values in beside.items() if not is_superglue else ():
             lines = [{**line, key: value} for line, value in zip(lines, values, strict=True)]

@@ -39,6 +39,7 @@ Lists are tuples. A label is None where the file gives none; it must be there if
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from data_utils.common.errors import ConfigError
@@ -96,6 +97,24 @@ def read_records(config: TaskConfig, path: Path | str, *, labelled: bool) -> Tas
             "jsonl, or remove task.marks and task.entity_ids."
         )
     return _READERS[config.reader](Intake(config, path, labelled, task_labels(config)))
+
+
+def with_labels(config: TaskConfig) -> TaskConfig:
+    """The task with the sorted labels of its training file, where it needs classes and nothing else says which.
+
+    Tags of entities are completed: B-TYPE and I-TYPE for each type. Raises: DataError as `read_records`.
+    """
+    needs_labels = config.kind in ("classification", "tagging", "typing")
+    if not needs_labels or config.train is None or task_labels(config):
+        return config
+    intake = Intake(config, config.train, True, None)
+    _READERS[config.reader](intake)
+    found = intake.found
+    if config.kind == "tagging" and any(name[:2] in ("B-", "I-") for name in found):
+        types = {name[2:] for name in found if name[:2] in ("B-", "I-")}
+        found = found | {"O"} | {begin + type_ for type_ in types for begin in ("B-", "I-")}
+    is_numeric = all(name.lstrip("-").isdecimal() for name in found)
+    return replace(config, labels=tuple(sorted(found, key=int if is_numeric else None)))
 
 
 def task_labels(config: TaskConfig) -> tuple[str, ...]:

@@ -68,13 +68,18 @@ class Intake:
 
     Args:
         labelled: every sample must have a label; else one that has none is a sample too.
-        labels: names of the classes or tags; () where the task has none.
+        labels: names of the classes or tags; () where the task has none; None: those that are found.
+
+    Attributes:
+        found: names of the classes or tags that the file has.
     """
 
     def __init__(
-        self, config: TaskConfig, path: Path | str, labelled: bool, labels: tuple[str, ...] = ()
+        self, config: TaskConfig, path: Path | str, labelled: bool, labels: tuple[str, ...] | None = ()
     ) -> None:
-        self.config, self.path, self.labelled, self.labels = config, path, labelled, labels
+        self.config, self.path, self.labelled = config, path, labelled
+        self.labels, self._takes_all = labels or (), labels is None
+        self.found: set[str] = set()
         self.records = TaskRecords()
         self._seen: dict[Any, str] = {}  # index that the file gives -> location
         self._location = ""
@@ -129,10 +134,13 @@ class Intake:
         """The name of the class that a label says, None for none. Raises BadLine for an unknown one."""
         if value is None:
             return None
+        if self._takes_all:
+            self.found.add(label_name(value))
+            return label_name(value)
         if not self.labels:
             raise ConfigError(
                 f"task.labels is empty, and task {shown(self.config.name)} has no predefined classes; list the "
-                "classes in the order of their ids."
+                "classes in the order of their ids, or set task.train, whose labels are taken."
             )
         name = label_name(value)
         if name not in self.labels:

@@ -106,7 +106,8 @@ def _header(intake: Intake, columns: _Columns, first: Sequence[str]) -> list[str
         if column not in first:
             raise DataError(
                 f"{intake.path}:1: there is no column {column!r} (columns: {shorten(', '.join(first), 400)}); the "
-                "first line must hold the column names, and a file without labels belongs in task.test."
+                "first line must hold the column names, separated by tabs (task.reader jsonl reads .csv), and a file "
+                "without labels belongs in task.test."
             )
     return list(first)
 

@@ -12,24 +12,33 @@
     tagging                 {"words", "label": a tag for each}
     blanks, language_modelling, lambada   {"text"}
 
+Tables (.csv, .tsv, as RFC 4180 has them) are read as lines of the texts by the names in their first row.
+
 "idx" names a sample ("id" for spans) where it is given. task.text_fields and task.label_field name other fields.
 """
 
 from __future__ import annotations
 
+import csv
+import re
 import string
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from data_utils.common.errors import DataError
 from data_utils.common.setting_files import shown
+from data_utils.corpus.inputs import DELIMITERS
 from data_utils.corpus.json_records import parse_json_object
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.readers.conll import checked_bio, is_bio, known_tags
 from data_utils.tasks.readers.files import (
+    MAX_LINE_BYTES,
     BadLine,
     Intake,
     TaskRecords,
     choice_in,
+    file_suffix,
     finite,
     index_in,
     known_in,
@@ -54,11 +63,43 @@ def read_json_lines(intake: Intake) -> TaskRecords:
         "tagging": _add_tagged,
         **dict.fromkeys(("blanks", "language_modelling", "lambada"), _add_text),
     }.get(intake.config.kind, _add_classified)
+    if delimiter := DELIMITERS.get(file_suffix(intake.path)):
+        _add_rows(intake, add, delimiter)
+        return intake.finish()
     for number, line in numbered_lines(Path(intake.path)):
         with intake.at(number):
             if line.strip():
                 add(intake, parse_json_object(line))
     return intake.finish()
+
+
+def _add_rows(intake: Intake, add: Callable[[Intake, dict[str, Any]], None], delimiter: str) -> None:
+    """The rows of a table, each as an object of texts by the names in the first row. An empty label is none."""
+    # Bytes that are not UTF-8 are refused with their row, which may have several lines.
+    lines = (line.decode("utf-8", "surrogateescape") + "\n" for _, line in numbered_lines(Path(intake.path)))
+    csv.field_size_limit(MAX_LINE_BYTES)
+    rows = csv.reader(lines, delimiter=delimiter, strict=True)
+    try:
+        names = next(filter(None, rows), [])
+        if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+            raise DataError(
+                f"{intake.path}:1: several columns are called {shown(twice[0])}; rename all but one."
+            )
+        for row in filter(None, rows):
+            with intake.at(rows.line_num):
+                if len(row) != len(names):
+                    raise BadLine(f"the row has {len(row)} fields, but the first row has {len(names)}")
+                if re.search("[\udc80-\udcff]", "".join(row)):
+                    raise BadLine("the row is not UTF-8")
+                tree = dict(zip(names, row, strict=True))
+                if not tree.get(_label_field(intake.config)):
+                    tree.pop(_label_field(intake.config), None)
+                add(intake, tree)
+    except csv.Error as error:
+        raise DataError(
+            f"{intake.path}:{rows.line_num}: not a valid table ({error}); enclose a field with quotes in quotes and "
+            'double the inner ones ("").'
+        ) from None
 
 
 def _label_field(config: TaskConfig) -> str:

@@ -224,7 +224,7 @@ class Cloze:
     def _context(self, record: TaskRecord, fillings: Sequence[Sequence[int]]) -> _Context:
         inputs = self.inputs
         texts_before, texts_after = rendered(self.slots, record, inputs.config)
-        before, after = inputs.encode(texts_before), inputs.encode(texts_after or [])
+        before, after = inputs.encode(texts_before), inputs.encode(texts_after or [], at_start=False)
         max_tokens = inputs.config.sequence_length - self._overhead(fillings)
         segments, cut = inputs.cut([*before, *after], max_tokens, record)
         return joined_ids(segments[: len(before)]), joined_ids(segments[len(before) :]), cut

@@ -93,16 +93,19 @@ class Inputs:
         """The tokens and the end of a text, where the vocabulary has one."""
         return [*tokens] if self.special.eos == NO_TOKEN else [*tokens, self.special.eos]
 
-    def encode(self, segments: Sequence[TextSegment]) -> list[TokenSegment]:
-        """Each segment by itself: it may be cut."""
-        return [
-            TokenSegment(self.tokenizer.encode(segment.text), segment.shortenable) for segment in segments
-        ]
+    def encode(self, segments: Sequence[TextSegment], *, at_start: bool = True) -> list[TokenSegment]:
+        """Each segment by itself: it may be cut. Args: at_start: whether they begin the text."""
+        encoded = []
+        for segment in segments:
+            ids = self.tokenizer.encode_part(segment.text, at_start=at_start)
+            encoded.append(TokenSegment(ids, segment.shortenable))
+            at_start = at_start and not ids
+        return encoded
 
     def continuation(self, text: str) -> list[int]:
         """Tokens of a text that follows another: with the space before it, but for Chinese, which has none."""
         text = text.strip()
-        return self.tokenizer.encode(text if is_chinese(text[:1]) else " " + text)
+        return self.tokenizer.encode_part(text if is_chinese(text[:1]) else " " + text, at_start=False)
 
     def require_format(self, allowed: Sequence[str], why: Mapping[str, str] | None = None) -> None:
         """Raise ConfigError unless the input format is one of `allowed` and the vocabulary has its special tokens.

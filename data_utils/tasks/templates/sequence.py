@@ -194,15 +194,16 @@ class Seq2Seq:
 
     def _context(self, record: TaskRecord) -> tuple[list[int], int, int]:
         """Tokens before the target, the position of the blank (GLM's format), and the number of tokens cut."""
-        inputs, input_format = self.inputs, self.inputs.input_format
+        inputs, input_format, left_out = self.inputs, self.inputs.input_format, 0
         if self.task == "squadquestions":
-            record = self._near_answer(record)
+            record, left_out = self._near_answer(record)
         texts_before, texts_after = rendered(self.slots, record, inputs.config)
-        before, after = inputs.encode(texts_before), inputs.encode(texts_after or [])
+        before, after = inputs.encode(texts_before), inputs.encode(texts_after or [], at_start=False)
         if not joined_ids([*before, *after]):
             raise DataError(f"{record.location}: the source has no token; correct or remove the sample.")
         max_tokens = inputs.config.sequence_length - overhead(input_format)
         segments, cut = inputs.cut([*before, *after], max_tokens, record, at_start=self.cuts_start)
+        cut += left_out
         tokens, blank = joined_ids(segments), len(joined_ids(segments[: len(before)]))
         if input_format.name == "glm":
             mask, _ = inputs.mask()
@@ -229,8 +230,8 @@ class Seq2Seq:
             windows.append(window if record.label is None else replace(window, label=inside))
         return windows
 
-    def _near_answer(self, record: TaskRecord) -> TaskRecord:
-        """The record with the window of a long context that is around its first answer."""
+    def _near_answer(self, record: TaskRecord) -> tuple[TaskRecord, int]:
+        """The record with the window of a long context that is around its first answer, and how many tokens it lost."""
         text, start = (*record.fields.get("answers", ()), ("", 0))[0]
         context = record.needed("context")
         ids, offsets = self.inputs.tokenizer.encode_with_offsets(context)
@@ -241,7 +242,7 @@ class Seq2Seq:
             answer_token = next((i for i, (_, end) in enumerate(offsets) if end > start), 0)
             first = min(max(0, answer_token - max_tokens // 2), len(ids) - max_tokens)
             context = context[offsets[first][0] : offsets[first + max_tokens - 1][1]]
-        return record.with_fields(context=context, answer=text)
+        return record.with_fields(context=context, answer=text), max(0, len(ids) - max_tokens)
 
     def _example(self, context: list[int], blank: int, target: list[int], draws: Draws) -> Example:
         """A document in which the target and its end have a loss. Args: context, blank: of `_context`."""

@@ -3,7 +3,8 @@
 `GLMTokenizerFast` holds a WordPiece or byte-level BPE vocabulary (tokenizer.json),
 `GLMSentencePieceTokenizer` a SentencePiece model (tokenizer.model; needs the sentencepiece package). In both,
 [MASK], [sMASK] and [gMASK] in a text mark blanks. Spaces before a blank are dropped, since the predicted span begins
-with one. A text is wrapped in [CLS] and the end-of-text token.
+with one, and a tokenizer that puts a space before every text puts none after a blank. A text is wrapped in [CLS] and
+the end-of-text token.
 
 `build_inputs_for_generation`, `build_inputs_for_training` and `build_inputs_for_multiple_choice` append part
 B: sop and span for each blank, with the two position ids.
@@ -22,8 +23,11 @@ from transformers import BatchEncoding, PreTrainedTokenizer, PreTrainedTokenizer
 
 MARKERS = {"[MASK]": "mask_token", "[sMASK]": "smask_token", "[gMASK]": "gmask_token"}
 _OWN_ROLES = ("smask_token", "gmask_token", "sop_token", "eop_token", "dblock_token")
-_MARKER = re.compile(" *(" + "|".join(map(re.escape, MARKERS)) + ")")
 NO_LABEL = -100
+# A noncharacter that follows a blank where the tokenizer puts a space before every text: it takes that space.
+JOIN = "\ufdd1"
+# With a JOIN: transformers marks the texts of a list twice.
+_MARKER = re.compile(f" *({'|'.join(map(re.escape, MARKERS))}){JOIN}?")
 
 
 class GLMTokenizationMixin:
@@ -40,7 +44,8 @@ class GLMTokenizationMixin:
     def _mark_blanks(self, text):
         """The text with this vocabulary's names of blanks, without spaces before them; also in nested lists."""
         if isinstance(text, str):
-            return _MARKER.sub(lambda match: str(getattr(self, MARKERS[match[1]])), text)
+            after = self.init_kwargs.get("after_blank", "")
+            return _MARKER.sub(lambda match: str(getattr(self, MARKERS[match[1]])) + after, text)
         if isinstance(text, (list, tuple)):
             return type(text)(self._mark_blanks(item) for item in text)
         return text
@@ -208,7 +213,13 @@ class GLMSentencePieceTokenizer(GLMTokenizationMixin, PreTrainedTokenizer):
         return {**pieces, **self.added_tokens_encoder}
 
     def _tokenize(self, text: str, **kwargs) -> list[str]:
-        return self._model.encode(text, out_type=str)
+        rest = text.removeprefix(JOIN)
+        # A letter before the rest takes the space, unless it becomes one piece with what follows.
+        for letter in "ax1" if rest != text else "":
+            alone, both = (self._model.encode(each, out_type=str) for each in (letter, letter + rest))
+            if both[: len(alone)] == alone:
+                return both[len(alone) :]
+        return self._model.encode(rest, out_type=str)
 
     def _convert_token_to_id(self, token: str) -> int:
         return self._model.piece_to_id(token)

@@ -11,14 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import processors
+from tokenizers import pre_tokenizers, processors
 
 from data_utils.common.errors import CheckpointError
 from data_utils.tokenizers.library_tokenizer import HuggingFaceTokenizer, special_token
 from data_utils.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig, read_files
 from megatron_lite.hf.files.tokenizer_proof import TokenizerProof, awkward_texts
-from megatron_lite.hf.glm.tokenization_glm import MARKERS, GLMSentencePieceTokenizer, GLMTokenizerFast
+from megatron_lite.hf.glm.tokenization_glm import (
+    JOIN,
+    MARKERS,
+    GLMSentencePieceTokenizer,
+    GLMTokenizerFast,
+)
 
 TRAINING_TOKENIZER = "training_tokenizer"
 # Encoded by both tokenizers in the proof: case, accents, white space, punctuation, blanks, other scripts.
@@ -46,6 +51,8 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int) -> s
         for role, token_id in asdict(tokenizer.special).items()
     }
     options: dict[str, Any] = {**names, "model_max_length": max_length, "padding_side": "left"}
+    if tokenizer.adds_space:
+        options["after_blank"] = JOIN
     exported: GLMTokenizerFast | GLMSentencePieceTokenizer
     if isinstance(tokenizer, SentencePieceTokenizer):
         added = {
@@ -108,6 +115,10 @@ def _glm_backend(tokenizer: HuggingFaceTokenizer) -> tokenizers.Tokenizer:
     """The training tokenizer, changed to find special tokens in texts and to put [CLS] and eos around them."""
     names = {token_id: tokenizer.special_names[token_id] for token_id in _special_ids(tokenizer)}
     backend = tokenizer.with_visible_specials(names)
+    if tokenizer.adds_space:
+        removed = pre_tokenizers.Split(tokenizer.word_marks.mark + JOIN, "removed")
+        own = [] if backend.pre_tokenizer is None else [backend.pre_tokenizer]
+        backend.pre_tokenizer = pre_tokenizers.Sequence([*own, removed])
     special = tokenizer.special
     cls, eos = tokenizer.special_names[special.cls], tokenizer.special_names[special.eos]
     backend.post_processor = processors.TemplateProcessing(

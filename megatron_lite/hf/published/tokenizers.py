@@ -227,18 +227,18 @@ def _write_files(
         options |= {"tokenizer_class": "BertTokenizer", "do_lower_case": tokenizer.config.lowercase}
     elif kind == "hf_json":  # the class of a system would change what this file says
         options |= {"tokenizer_class": GENERAL, **_role_tokens(tokenizer), **_token_names(tokenizer, ids)}
-    elif kind == "gpt2_bpe" and "mask" not in tokenizer.lacking and not added:
-        # Training masks a token with the space before it; the class of version 5 does not take that space by itself.
-        name = tokenizer.special_names[tokenizer.special.mask]
-        options["mask_token"] = {
-            "__type": "AddedToken", "content": name, "lstrip": True, "rstrip": False, "normalized": False,
-            "single_word": False, "special": True,
-        }  # fmt: skip
-    if added and (kind == "hf_json" or tokenizer.config.added_tokens != "t5"):  # T5's class adds its own
+    taking_space = _taking_space(tokenizer)
+    if kind == "sentencepiece" and tokenizer.config.added_tokens == "t5":  # T5's class adds its own
+        added, taking_space = {}, set()
+    if described := added | {i: tokenizer.token_to_text(i) for i in taking_space}:
         options["added_tokens_decoder"] = {
-            str(i): {"content": name, "special": True, "normalized": False, "lstrip": False, "rstrip": False}
-            for i, name in added.items()
-        }
+            str(i): {
+                "content": name, "special": True, "normalized": False, "lstrip": i in taking_space, "rstrip": False,
+                "single_word": False,
+            }
+            for i, name in sorted(described.items())
+        }  # fmt: skip
+    if added:
         options |= _token_names(tokenizer, ids)
     write_json(directory / TOKENIZER_CONFIG, options)
 
@@ -257,7 +257,7 @@ def _write_general(
     The run's files stay next to it where they have other names, so that an import finds the tokenizer of the corpora.
     """
     special_names = {i: name for i, name in tokenizer.special_names.items() if i < tokenizer.num_tokens}
-    backend = tokenizer.with_visible_specials(special_names)
+    backend = tokenizer.with_visible_specials(special_names, _taking_space(tokenizer))
     before, after = ([special_names[i] for i in ids] for ids in affixes)
     last = [f"{name}:2" for name in after[1:]]
     backend.post_processor = processors.TemplateProcessing(
@@ -270,6 +270,16 @@ def _write_general(
     if tokenizer.config.kind == "bert_wordpiece":
         options["do_lower_case"] = tokenizer.config.lowercase
     write_json(directory / TOKENIZER_CONFIG, options | _role_tokens(tokenizer) | _token_names(tokenizer, ids))
+
+
+def _taking_space(tokenizer: Tokenizer) -> set[int]:
+    """Tokens of hidden text, where a word has the space before it: in training they hide that space too."""
+    if tokenizer.word_marks.kind != "space":
+        return set()
+    masks = (
+        special_id(tokenizer, role) for role in ("mask", "smask", "gmask") if role not in tokenizer.lacking
+    )
+    return {*masks, *tokenizer.sentinels}
 
 
 def _role_tokens(tokenizer: Tokenizer) -> dict[str, str]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 from support.recipes import FIRST_TEXT_TOKEN, SPECIAL, vocabulary
 
-from data_utils.common.batch_fields import TOKENS, WEIGHTS
+from data_utils.common.batch_fields import TARGETS, TOKENS, WEIGHTS
 from data_utils.common.errors import ConfigError
 from data_utils.loader.loader import collate
 from data_utils.objectives import OBJECTIVES, make_one
@@ -115,10 +115,9 @@ def test_t5s_decoder_begins_with_pad():
         ("blank_infilling", frozenset({"dblock"}), {"block_mask_prob": 0.1}, "token dblock"),
         ("blank_infilling", T5_LACKS, {"masked_lm": True, "token_prob": 1.0}, "tokens cls, mask"),
         ("masked_lm", T5_LACKS, {}, "tokens cls, sep, mask"),
-        ("t5", BERT_LACKS | {"mask"}, {}, "token mask"),
         ("t5", GPT_LACKS, {"sentinel_first": 999}, "token eos"),
-        ("bart", GPT_LACKS, {}, "tokens cls, mask"),
-        ("prefix_lm", GPT_LACKS, {}, "token cls"),
+        ("bart", GPT_LACKS, {}, "tokens cls, mask, eos"),
+        ("prefix_lm", GPT_LACKS, {}, "tokens cls, eos"),
     ],
 )
 def test_an_objective_whose_tokens_are_lacking_is_refused_by_name(name, lacking, settings, missing):
@@ -126,6 +125,58 @@ def test_an_objective_whose_tokens_are_lacking_is_refused_by_name(name, lacking,
         ConfigError, match=f"{name} needs the special {missing}, .* tokenizer.added_tokens=glm"
     ):
         made(name, SPECIAL, lacking, **settings)
+
+
+@pytest.mark.parametrize("name", ["t5", "ul2"])
+def test_an_objective_without_its_sentinels_is_refused_with_what_adds_them(name):
+    """[MASK] is no sentinel, whatever else the vocabulary has."""
+    words = replace(vocabulary(), sentinels=())
+    with pytest.raises(
+        ConfigError, match=f"^{name} needs the sentinels <extra_id_0>, .* tokenizer.added_tokens=t5"
+    ):
+        make_one(name, OBJECTIVES[name].config_class(), words, 5, 40)
+
+
+CHOSEN = {  # so that what else an objective may write is written, too
+    "blank_infilling": {
+        "token_prob": 0.3,
+        "sentence_prob": 0.3,
+        "block_mask_prob": 0.5,
+        "context_mask_ratio": 0.5,
+    },
+    "masked_lm": {"next_sentence": True},
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in OBJECTIVES.own  # others have corpora of their own
+        if not OBJECTIVES[name].config_class.token_annotation
+        and not OBJECTIVES[name].config_class.whole_documents
+    ],
+)
+def test_an_objective_writes_no_token_that_it_does_not_ask_for(name):
+    """All roles that it does not need are lacking, and their ids, which stand for nothing, occur nowhere.
+
+    Texts have an end where the vocabulary has one; without sop T5's decoder begins with pad, others with eos.
+    """
+    section = OBJECTIVES[name].config_class(**CHOSEN.get(name, {}))
+    lacking = {
+        role: 500 + i
+        for i, role in enumerate(asdict(SPECIAL))
+        if role not in (*section.needed_roles, "eos", "pad")
+    }
+    if "eos" in section.needed_roles and "sop" in lacking:
+        lacking["sop"] = SPECIAL.eos
+    words = replace(vocabulary(), special=replace(SPECIAL, **lacking), lacking=frozenset(lacking))
+    rows = rows_of(make_one(name, section, words, 5, 200), [[text(100, SPECIAL.eos), text(60)]] * 60)
+    written = {*rows[:, TOKENS].ravel().tolist(), *rows[:, TARGETS].ravel().tolist()}
+    assert not {role for role, token in lacking.items() if token in written - {SPECIAL.eos}}
+    for role in section.needed_roles:
+        with pytest.raises(ConfigError, match=f"needs the special token {role}"):
+            make_one(name, section, replace(words, lacking=frozenset({role})), 5, 200)
 
 
 def test_random_tokens_are_tokens():

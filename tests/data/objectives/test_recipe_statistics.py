@@ -16,6 +16,7 @@ from support.mask_rule import allowed, leaks
 from support.recipes import (
     FIRST_TEXT_TOKEN,
     MODE_TOKENS,
+    SENTINELS,
     SPECIAL,
     UL2_TOKENS,
     collate,
@@ -175,9 +176,10 @@ def test_t5_divides_noise_and_rest_uniformly():
     for example in many(made, text_of(14, False), 6000):
         context = example.tokens[example.ord == 0]
         answers = example.targets[example.weights > 0]
-        masks = np.flatnonzero(context == SPECIAL.mask)
-        assert len(masks) == 2 and context[0] == FIRST_TEXT_TOKEN and answers[-1] == SPECIAL.eos
-        second = int(np.flatnonzero(answers == SPECIAL.mask)[1])
+        masks = np.flatnonzero(context < FIRST_TEXT_TOKEN)
+        assert context[masks].tolist() == list(SENTINELS[:2])
+        assert context[0] == FIRST_TEXT_TOKEN and answers[-1] == SPECIAL.eos
+        second = int(np.flatnonzero(answers == SENTINELS[1])[0])
         cases[(int(masks[0]), second - 1)] += 1
     assert uniform(cases, 27)
 

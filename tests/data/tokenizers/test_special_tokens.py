@@ -227,7 +227,11 @@ def test_roles_of_unusual_names(tmp_path):
             {"roles": {"eos": "<end>"}, "kind": "gpt2_bpe"},
             "roles is set, but in files of tokenizer.kind gpt2_bpe",
         ),
-        ({"roles": {"eos": "<nothing>"}}, r"roles.eos is '<nothing>', but .* has no such special token"),
+        ({"roles": {"eos": "<nothing>"}}, r"roles.eos is '<nothing>', which is no added token of"),
+        *(
+            ({"roles": {role: "!"}}, rf"roles.{role} is '!', which is no added token of")
+            for role in SPECIAL_NAMES
+        ),
     ],
 )
 def test_roles_that_cannot_be_are_refused(tmp_path, changes, message):

@@ -128,15 +128,15 @@ def test_gaps_in_added_ids_are_refused(tmp_path):
         load_tokenizer(TokenizerConfig(kind="hf_json", path=str(tmp_path)))
 
 
-def test_a_special_token_that_merges_make_is_refused(tmp_path):
-    tree = byte_bpe_json(["[PAD]"])
-    merged = "".join(tree["model"]["merges"][-1])
-    tree["added_tokens"].append(
-        {**tree["added_tokens"][0], "id": tree["model"]["vocab"][merged], "content": merged}
-    )
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
-    with pytest.raises(DataError, match="also a merge result"):
-        load_tokenizer(TokenizerConfig(kind="hf_json", path=str(tmp_path)))
+def test_a_special_token_that_text_is_made_of_is_refused(tmp_path):
+    """Every one of it would be dropped from the texts."""
+    for name in ("!", "".join(byte_bpe_json(["[PAD]"])["model"]["merges"][-1])):
+        tree = byte_bpe_json(["[PAD]"])
+        token = {**tree["added_tokens"][0], "id": tree["model"]["vocab"][name], "content": name}
+        tree["added_tokens"].append(token)
+        (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+        with pytest.raises(DataError, match=f"special token '{name}' is also ordinary text"):
+            load_tokenizer(TokenizerConfig(kind="hf_json", path=str(tmp_path)))
 
 
 def test_too_large_a_file_is_refused(tmp_path, monkeypatch):
