@@ -139,8 +139,8 @@ def sum_losses(
     if terms is not None and z_loss:
         columns = terms.split_z_loss(*columns)
     sums = torch.zeros(num_losses, len(columns), dtype=torch.float64, device=weights.device)
-    # [objectives, 2 or 3]: one launch for all objectives. fp64, since it adds one prediction after another: the fp32 sum
-    # of 500,000 losses is off by up to 5e-3.
+    # [objectives, 2 or 3]: one launch for all objectives. It adds one prediction after another, so in fp64: in fp32 the
+    # sum of 500,000 losses is off by up to 5e-3.
     sums.index_add_(0, batch.loss_positions.objectives, torch.stack(columns, dim=1).double())
     return weighted.sum(), sums
 

@@ -146,7 +146,9 @@ def train(context, run, batches, steps):
 def test_training_and_files_are_pefts(case, ranks, tmp_path):
     original, base, adapter = begin(case, tmp_path)
     run = tmp_path / "run"
-    import_adapter(adapter, base, run, {})
+    # So much decay that weights without it are beyond the tolerance of the files: A shrinks by 2 %.
+    optimizer = TREE["optimizer"] | {"weight_decay": 1.0}
+    import_adapter(adapter, base, run, {"optimizer": optimizer})
     batches = batches_of(base)[:12]
     layout = ParallelConfig(tensor_parallel_size=ranks)
     losses, gradients = run_ranks(train, ranks, run, batches, len(batches), parallel=layout)[0]
@@ -164,7 +166,7 @@ def test_training_and_files_are_pefts(case, ranks, tmp_path):
         )
     model.zero_grad()
     np.testing.assert_allclose(
-        losses, trained_losses(model, batches, LR, **TREE["optimizer"]), rtol=TOLERANCE
+        losses, trained_losses(model, batches, LR, **optimizer), rtol=TOLERANCE
     )
 
     export_run(run, tmp_path / "trained", ExportOptions(adapter=True))

@@ -162,6 +162,11 @@ def test_all_text_of_a_short_run_may_be_read():
     phases = phases_of([(60 * 4 + 90 * 2 + 200, (1, 1, 1))], (4, 2, 1))
     counts, epochs = counted(phase_mixtures(indexes, 4, phases), phases)
     assert epochs.tolist() == [4, 2, 1] and counts.sum() == 620
+    for sizes, caps, most in (((60, 90, 200), (4, 2, 1), 620), ((68,), (1,), 68), ((68,), (0.5,), 34)):
+        indexes, weights = [Corpus(size) for size in sizes], [1] * len(sizes)
+        phase_mixtures(indexes, 4, phases_of([(most, weights)], caps))
+        with pytest.raises(ConfigError, match=f"it suffices for {most // 10} of the"):
+            phase_mixtures(indexes, 4, phases_of([(most + 1, weights)], caps))
 
 
 @pytest.mark.parametrize("scale", [1, 10])  # within one block, where the numbers are exact, and in several
