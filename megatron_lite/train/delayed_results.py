@@ -42,7 +42,11 @@ class DelayedResults:
                 )
 
     def _remedy(self, step: int) -> str:
-        wider = "Set training.precision=bf16, since fp16 overflows above 65,504. " if self._precision == "fp16" else ""
+        wider = (
+            "Set training.precision=bf16, since fp16 overflows above 65,504. "
+            if self._precision == "fp16"
+            else ""
+        )
         if self.skipped_steps == step:  # so neither the rate nor an earlier checkpoint helps
             return f"{wider}No step has changed the weights so far: look at those that the run begins with."
         rewind = f"scripts/checkpoints.py rewind {quote(str(self._directory))} STEP"

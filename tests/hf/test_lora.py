@@ -165,9 +165,7 @@ def test_training_and_files_are_pefts(case, ranks, tmp_path):
             ours, sorted(float(g.norm()) for g in expected.values()), rtol=TOLERANCE, atol=1e-7
         )
     model.zero_grad()
-    np.testing.assert_allclose(
-        losses, trained_losses(model, batches, LR, **optimizer), rtol=TOLERANCE
-    )
+    np.testing.assert_allclose(losses, trained_losses(model, batches, LR, **optimizer), rtol=TOLERANCE)
 
     export_run(run, tmp_path / "trained", ExportOptions(adapter=True))
     written, theirs = (

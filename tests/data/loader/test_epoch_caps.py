@@ -165,7 +165,7 @@ def test_all_text_of_a_short_run_may_be_read():
     for sizes, caps, most in (((60, 90, 200), (4, 2, 1), 620), ((68,), (1,), 68), ((68,), (0.5,), 34)):
         indexes, weights = [Corpus(size) for size in sizes], [1] * len(sizes)
         phase_mixtures(indexes, 4, phases_of([(most, weights)], caps))
-        with pytest.raises(ConfigError, match=f"it suffices for {most // 10} of the"):
+        with pytest.raises(ConfigError, match="too little text for max_epochs"):
             phase_mixtures(indexes, 4, phases_of([(most + 1, weights)], caps))
 
 

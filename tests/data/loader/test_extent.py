@@ -72,6 +72,8 @@ def test_one_window_for_a_whole_run_is_warned_of_twice(corpora):
 def test_few_epochs_are_not_warned_of(corpora):
     lines = [list(extent([mixture(corpora, "a")], samples, 8)) for samples in (300 * 4, 300 * 4 + 30)]
     assert [sum(line.startswith("warning: ") for line in each) for each in lines] == [0, 1]
+    lines = [list(extent([mixture(corpora, "a")], 300 * 4, batch_size)) for batch_size in (300, 301)]
+    assert [sum(line.startswith("warning: ") for line in each) for each in lines] == [0, 1]
 
 
 def test_a_start_tells_it_and_warns_of_validation_on_training_text(corpus, tmp_path):
