@@ -15,7 +15,6 @@ from megatron_lite.config.tree import Config
 from megatron_lite.engine.plain import make_engine
 from megatron_lite.train.resume import check_beginning, load_beginning
 
-
 MEASURES = ("replaced_accuracy", "replaced_recall", "generator_accuracy")
 
 
