@@ -29,7 +29,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.task_rows import with_task_rows
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.files import proof
-from megatron_lite.hf.files.config_json import write_config
+from megatron_lite.hf.files.config_json import by_transformers, write_config
 from megatron_lite.hf.files.first_checkpoint import write_imported_run
 from megatron_lite.hf.files.lora import merged, split_updates, without_updates
 from megatron_lite.hf.files.model_card import published_card
@@ -134,7 +134,8 @@ def build_import_config(
     tokenizer = {"added_tokens": "none", **(tree.get("tokenizer") or {})}
     is_imported = "path" not in tokenizer
     if is_imported:
-        tokenizer = import_tokenizer(source.path, directory / IMPORTED_FILES, tokenizer)
+        with by_transformers(source.path):
+            tokenizer = import_tokenizer(source.path, directory / IMPORTED_FILES, tokenizer)
     require_rows(load_tokenizer(build(TokenizerConfig, tokenizer, "tokenizer.")), source)
     # Tables may be longer than the tokenizer (Qwen): the model's size counts.
     tokenizer = {"vocab_size": source.settings["vocab_size"], **tokenizer}
