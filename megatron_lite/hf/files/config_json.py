@@ -134,7 +134,9 @@ def read_config_json(directory: Path) -> dict[str, Any]:
 def code_of(config_json: Mapping[str, Any]) -> str | None:
     """What a directory says of a model with code of its own, None without such code."""
     classes = config_json.get("auto_map")
-    if not isinstance(classes, Mapping) or not any(str(name).startswith(("AutoModel", "AutoConfig")) for name in classes):
+    if not isinstance(classes, Mapping) or not any(
+        str(name).startswith(("AutoModel", "AutoConfig")) for name in classes
+    ):
         return None
     return f"auto_map names code of its own ({shorten(', '.join(map(str, classes.values())), 100)}), which is not run"
 

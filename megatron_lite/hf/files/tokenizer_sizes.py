@@ -73,7 +73,9 @@ def _largest(path: Path) -> int:
 
 def _check_pipeline(path: Path, tree: Mapping[str, Any]) -> None:
     """Raise CheckpointError for a pipeline of many steps, or of replacements that multiply the length of a text."""
-    steps = list(_steps([tree.get(name) for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder")]))
+    steps = list(
+        _steps([tree.get(name) for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder")])
+    )
     if len(steps) > _MOST_STEPS:
         raise CheckpointError(
             f"{path} treats a text in {len(steps)} steps, and at most {_MOST_STEPS} can be imported; fetch it again."

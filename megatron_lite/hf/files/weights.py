@@ -36,6 +36,9 @@ TRAINING_JSON = "training.json"
 TRAINING_TOKENIZER = "training_tokenizer"  # directory beside it
 # In the directory of a run that continues a released model: the rows of the word embedding that pad its vocabulary.
 PADDING_ROWS = "padding_rows.safetensors"
+IMPORTED_FILES = "published"  # directory of a run: files of the import, which an export writes again
+# In a run: the repository and commit of the hub that its first weights, or its adapter's updates, are from.
+SOURCE, ADAPTER_SOURCE = "source.json", "adapter_source.json"
 MAX_JSON_BYTES = 16 << 20
 MAX_TENSORS = 20_000  # of a file, an index or a model: 126 layers of Llama have 1,138
 _MAX_NAMES_BYTES = 8 << 20  # of the part of a file that names its tensors
@@ -174,18 +177,14 @@ def _open_shards(index: Path, open_file: Callable[[Path], Weights]) -> Weights:
             raise CheckpointError(
                 f"{index} names a file {str(name)[:80]!r}; a shard must be in the directory of its index."
             )
+    # As transformers does: the files are those of the index, and their tensors are what they have. An index may name
+    # a tensor that is tied, and in no file.
     shards = {name: open_file(index.parent / name) for name in sorted(set(table.values()))}
-    # Old versions saved buffers too (position ids, masks), which no model loads.
-    table = {tensor: name for tensor, name in table.items() if not is_buffer(tensor)}
-    for tensor, name in table.items():
-        if tensor not in shards[name].shapes:
-            raise CheckpointError(
-                f"{index.parent / name} lacks the tensor {tensor} that {index.name} places there."
-            )
-    shapes = {tensor: shards[name].shapes[tensor] for tensor, name in table.items()}
+    place = {tensor: name for name, shard in shards.items() for tensor in shard.shapes}
+    shapes = {tensor: shards[name].shapes[tensor] for tensor, name in place.items()}
     buffers = tuple(tensor for shard in shards.values() for tensor in shard.buffers)
     doubles = tuple(tensor for shard in shards.values() for tensor in shard.doubles)
-    return Weights(shapes, lambda tensor: shards[table[tensor]].read(tensor), buffers, doubles)
+    return Weights(shapes, lambda tensor: shards[place[tensor]].read(tensor), buffers, doubles)
 
 
 def open_safetensors(path: Path) -> Weights:
