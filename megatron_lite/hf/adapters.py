@@ -151,7 +151,7 @@ def write_adapter(directory: Path, run: OpenRun, weights: Weights, dtype: str) -
             "use_rslora": settings.rank_stabilized,
             "target_modules": _target_modules(run.config.model, names.modules, chosen),
             "task_type": _task_type(run),
-            "modules_to_save": sorted(map(_saved_module, names.head)) or None,
+            "modules_to_save": sorted({*map(_saved_module, names.head)}) or None,
             "fan_in_fan_out": any(module.is_transposed for module in chosen.values()),
             "bias": "none",
             "init_lora_weights": True,
