@@ -29,15 +29,16 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.task_rows import with_task_rows
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.files import proof
-from megatron_lite.hf.files.config_json import write_config
+from megatron_lite.hf.files.config_json import by_transformers, write_config
 from megatron_lite.hf.files.first_checkpoint import write_imported_run
-from megatron_lite.hf.files.lora import merged, split_updates, without_updates
+from megatron_lite.hf.files.lora import merged, split_updates
 from megatron_lite.hf.files.model_card import published_card
 from megatron_lite.hf.files.proof_report import Report
 from megatron_lite.hf.files.system_table import PublishedSystem
 from megatron_lite.hf.files.tokenizer_proof import prove_exported
 from megatron_lite.hf.files.weights import (
     DTYPES,
+    IMPORTED_FILES,
     METADATA,
     Weights,
     new_directory,
@@ -84,7 +85,6 @@ from megatron_lite.model.init import initialize_parameters
 
 log = logging.getLogger(__name__)
 
-IMPORTED_FILES = "published"  # directory of a run: files of the import, which an export writes again
 SKIPPED_ROWS = "rows.safetensors"  # file in that directory
 # Parameters that no class of transformers has: of SpanBERT's head, of class_heads, and of DeBERTa's discriminator.
 _NOT_IN_CLASSES = ("heads.span_boundary.", "heads.boundary_bias", "heads.sentence.classifiers.", "replaced.")
@@ -134,7 +134,8 @@ def build_import_config(
     tokenizer = {"added_tokens": "none", **(tree.get("tokenizer") or {})}
     is_imported = "path" not in tokenizer
     if is_imported:
-        tokenizer = import_tokenizer(source.path, directory / IMPORTED_FILES, tokenizer)
+        with by_transformers(source.path):
+            tokenizer = import_tokenizer(source.path, directory / IMPORTED_FILES, tokenizer)
     require_rows(load_tokenizer(build(TokenizerConfig, tokenizer, "tokenizer.")), source)
     # Tables may be longer than the tokenizer (Qwen): the model's size counts.
     tokenizer = {"vocab_size": source.settings["vocab_size"], **tokenizer}
@@ -269,7 +270,6 @@ def trained_template(run: OpenRun) -> PromptTemplate | None:
 
 def write_published(directory: Path, weights: Weights, run: OpenRun, dtype: str, max_shard_bytes: int) -> str:
     """Write a run's model as a directory of its class, with its card. Returns: the name of the class."""
-    imported = run.checkpoint.path.parent.parent / IMPORTED_FILES
     if run.config.model.task_types and not run.config.model.task_rows:
         log.warning(
             "%s was trained by a former version, with a row of the task embedding for each loss; give the class "
@@ -286,8 +286,7 @@ def write_published(directory: Path, weights: Weights, run: OpenRun, dtype: str,
     oldest = oldest_version(class_name, run.config.model, read_json(directory / "config.json"))
     if oldest.startswith("5"):
         log.warning("transformers before %s does not compute what this %s does", oldest, class_name)
-    plain = replace(run, config=without_updates(run.config))
-    card = published_card(plain, class_name, oldest, is_imported=imported.exists(), extra_file=extra_file)
+    card = published_card(run, class_name, oldest, extra_file=extra_file)
     (directory / "README.md").write_text(card, encoding="utf-8")
     return class_name
 
