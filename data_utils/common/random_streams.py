@@ -28,7 +28,7 @@ import hashlib
 from pathlib import Path
 
 import numpy as np
-from numba import njit
+from data_utils.common.compiler import njit
 
 MAX_ATTEMPT = 31  # attempt shares a 32-bit counter word with the chunk, which leaves 2**27 chunks per sample
 

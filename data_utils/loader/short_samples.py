@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from numba import njit
+from data_utils.common.compiler import njit
 
 from data_utils.common import random_streams
 from data_utils.common.random_streams import (

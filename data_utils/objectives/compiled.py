@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numba import njit
+from data_utils.common.compiler import njit
 
 from data_utils.common.batch_fields import (
     DOC,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from numba import njit
+from data_utils.common.compiler import njit
 
 from data_utils.common import random_streams
 from data_utils.common.batch_fields import FIELDS
