@@ -1,7 +1,7 @@
-"""numba's `njit`, for all compiled functions here: without the extensions that other packages register with numba.
+"""numba's `njit`, for all compiled functions here, without what numba imports for others.
 
-numba imports those of every installed package before the first function is compiled or loaded: awkward, which gigatoken
-brings, takes half a second of each process. No function here has values of such types.
+That took a second of each process: the extensions of numba that installed packages bring (awkward, by gigatoken), for
+types that no function here has; and scipy.linalg, for sums of products in np.convolve, which has others.
 """
 
 from __future__ import annotations
@@ -9,7 +9,12 @@ from __future__ import annotations
 from numba import njit
 from numba.core import entrypoints
 
+from data_utils.common.imports import not_imported
+
+with not_imported("scipy.linalg"):
+    import numba.np.arraymath  # noqa: F401  the compiler imports it before the first function
+
 __all__ = ["njit"]
 
-# No documentation promises this name. Without it a start is slower, and nothing else.
+# No documentation promises this name. Where it does nothing, a start is slower.
 entrypoints._already_initialized = True

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from data_utils.common.compiler import njit
 
+from data_utils.common.compiler import njit
 from data_utils.common.errors import ConfigError
 from data_utils.dataset.indexed_dataset import IndexedDataset
 
@@ -33,7 +33,8 @@ BLOCK_ORDER = 0  # purpose of keys for the order within blocks; the windows of c
 
 # All compiled functions of sampling are in this file: numba's cache notices a change of the file of a cached function,
 # but not of another file that it calls into. None has a signature: it would be compiled, or its code loaded, when this
-# file is imported, by commands that read no sample too.
+# file is imported, by commands that read no sample too. So Python passes keys and seeds as np.uint64: without a
+# signature an int is an int64.
 
 
 # ---- keyed permutation ----
@@ -53,7 +54,7 @@ def _below(limit, bits):
 
 @njit(cache=True, error_model="numpy")
 def derive_key(seed, purpose, number):
-    """A uint64 key for `permute` from three integers in [0, 2^64); different triples give unrelated keys."""
+    """A key for `permute` from a uint64 and two integers in [0, 2^63); different triples give unrelated keys."""
     key = _mix(_U64(seed) + _GOLDEN)
     key = _mix(key ^ _U64(purpose))
     return _mix((key + _GOLDEN) ^ _U64(number))

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from data_utils.common.imports import not_imported
 from data_utils.common.private_names import lookup
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.parallel.collectives import SINGLE, Group
@@ -250,19 +251,6 @@ def _quiet() -> Iterator[None]:
             log.debug("%s", output.read().decode(errors="replace"))
 
 
-@contextlib.contextmanager
-def _without(package: str) -> Iterator[None]:
-    """Imports within the context find a package only if it was imported before."""
-    is_new = package not in sys.modules
-    if is_new:
-        sys.modules[package] = None  # type: ignore[assignment]  # so import answers that it is not installed
-    try:
-        yield
-    finally:
-        if is_new:
-            del sys.modules[package]
-
-
 def set_rendezvous_environment(launch: Launch, local_rank: int) -> None:
     """Set the variables that torch and DeepSpeed read. A rank started by hand or by srun lacks all of them.
 
@@ -319,7 +307,7 @@ def initialize(
             torch.set_num_threads(launch.threads)
 
     # DeepSpeed's import takes 2 CPU seconds with mlflow, which only its autotuner uses, and half a second without.
-    with _quiet(), _without("mlflow"):
+    with _quiet(), not_imported("mlflow"):
         compatible_ops = lookup("deepspeed.ops.__compatible_ops__")
     # Building it takes minutes and needs ninja, and a killed build leaves a lock on which every later start hangs.
     compatible_ops["deepspeed_shm_comm"] = False

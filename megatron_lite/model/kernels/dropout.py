@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+
 from data_utils.common.compiler import njit
 
 SITES = ("embedding", "attention", "attended", "expanded", "activated", "final")
