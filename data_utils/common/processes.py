@@ -12,6 +12,8 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection
 from typing import TypeVar
 
+from data_utils.common.files import leave_locks
+
 _SIGNALS = {signal.SIGINT, signal.SIGTERM}
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -34,6 +36,7 @@ def submit(
 
 def begin_worker() -> None:
     """What a worker of `submit` does first."""
+    leave_locks()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends its workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
