@@ -249,7 +249,7 @@ def test_an_interrupted_build_continues_with_the_missing_shards(tmp_path, input_
 
 @pytest.mark.parametrize("seed", [2, 5])
 def test_a_build_interrupted_while_its_workers_start_is_one_line(tmp_path, input_path, seed):
-    """Workers import for seconds before they can ignore Ctrl-C."""
+    """A worker has the handlers of the command until its own are set."""
     process = start(input_path, tmp_path / "out/c")
     wait_until(lambda: len(members(tmp_path / "out/c")) > 1)
     random_delay(random.Random(seed), 0.7)
