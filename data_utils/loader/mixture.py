@@ -87,6 +87,10 @@ def dealt_samples(seed: int, count: int, phase: int = 0) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(blocks + last)])
 
 
+def _epoch_key(seed: np.uint64, purpose: int, epoch: int) -> np.uint64:
+    return np.uint64(derive_key(seed, purpose, epoch))
+
+
 def epoch_tokens(index: Index) -> int:
     """Tokens that an epoch reads; for rows of sentences, without the documents that are left out."""
     return getattr(index, "num_tokens", index.dataset.num_tokens)
@@ -208,7 +212,7 @@ class Mixture:
         streams = []
         for corpus, index in enumerate(self.indexes):
             assert isinstance(index, WindowIndex)
-            key = functools.partial(derive_key, self._key_seed, corpus + 1)
+            key = functools.partial(_epoch_key, self._key_seed, corpus + 1)
             axis = Axis(index.cost, region, index.document_overhead, key, index.text_end)
             streams.append(Stream(axis, index.window_length))
         return Mixture(self.corpora, self.seed, self.start, streams)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from data_utils.common.errors import ConfigError
-from data_utils.common.random_streams import derive_seed
+from data_utils.common.seeds import derive_seed
 from data_utils.common.setting_files import load_json, load_yaml, shown, yaml_path
 from data_utils.common.settings import SettingsError, build, check, merge, parse_override, to_tree
 from data_utils.tasks.base import TaskRecord

@@ -25,6 +25,7 @@ from megatron_lite.checkpoint.shard_slices import ShardSlice
 from megatron_lite.config.sections import OptimizerConfig
 from megatron_lite.optim.buckets import MOMENTS
 from megatron_lite.optim.square_sums import square_sums
+from megatron_lite.optim.uncompiled import AdamW
 from megatron_lite.optim.whole_tensors import BucketShard, OwnedSlice, TensorIndex, TensorOptimizer
 from megatron_lite.parallel.context import ParallelContext
 
@@ -82,7 +83,7 @@ class Muon(TensorOptimizer):
         for group in adamw_groups:
             group["eps"] = settings.eps * group["multipliers"].eps_factor
         betas = settings.beta1, settings.beta2
-        self._adamw = torch.optim.AdamW(adamw_groups, lr=0.0, betas=betas, fused=True)
+        self._adamw = AdamW(adamw_groups, lr=0.0, betas=betas, fused=True)
         # One state for both, so that checkpoints find the moments of all parameters in this optimizer.
         self._adamw.state = self.state
         self.shards = [shard for shard in self.shards if shard.group["moments"] != MOMENTS]

@@ -23,6 +23,7 @@ from megatron_lite.config.sections import OptimizerConfig
 from megatron_lite.model.tensor_parallel import Partition, partition_of, whole_shape
 from megatron_lite.optim.buckets import MOMENTS, Bucket
 from megatron_lite.optim.square_sums import square_sums
+from megatron_lite.optim.uncompiled import Optimizer
 from megatron_lite.parallel.context import ParallelContext
 
 BLOCKS = 3  # at most, of a fused parameter: Q, K and V
@@ -167,7 +168,7 @@ class BucketShard:
         self.state["exp_avg_sq"].lerp_(self.gradient.square(), second_weight)
 
 
-class TensorOptimizer(torch.optim.Optimizer):
+class TensorOptimizer(Optimizer):
     """An optimizer of bucket shards. It waits for no device: with `found_inf` 1 a step changes nothing."""
 
     _step_supports_amp_scaling = True  # so the caller sets `found_inf`

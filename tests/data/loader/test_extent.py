@@ -10,7 +10,7 @@ from support.commands import assert_refused, forked
 from support.corpora import build
 from support.project import small_run
 
-from data_utils.common.random_streams import derive_seed
+from data_utils.common.seeds import derive_seed
 from data_utils.common.settings import merge
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.loader.config import CorpusConfig, DataConfig
