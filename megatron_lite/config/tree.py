@@ -55,6 +55,7 @@ from megatron_lite.config.sections import (
     TrackersConfig,
     TrainingConfig,
 )
+from megatron_lite.config.systems import with_objective
 from megatron_lite.config.varying_phase_plan import VaryingPhasePlan
 
 
@@ -74,8 +75,8 @@ class Config:
     )
     data: DataConfig = section(DataConfig)
     objectives: dict[str, Any] = setting_mapping(
-        "Objective -> share of the samples, relative to the others; {} = blank_infilling only. The section "
-        "of the same name configures an objective."
+        "Objective -> share of the samples, relative to the others; {} = the one of model.system's paper, without a "
+        "system blank_infilling. The section of the same name configures an objective."
     )
     objective_starts: dict[str, Any] = setting_mapping(
         "Objective -> first sample at which it takes part; 0 if not listed (a cumulative schedule of "
@@ -257,6 +258,7 @@ def load_config(
             raise with_locations(
                 SettingsError(problems, str(error)), setting_locations(files), typed
             ) from None
+    tree = with_objective(tree)
     require_objectives(tree)
     try:
         config = build(Config, tree)

@@ -28,6 +28,7 @@ from megatron_lite.checkpoint.manifest import RESULTS
 from megatron_lite.checkpoint.resolve_path import PathType, path_type
 from megatron_lite.config.deepspeed_file import with_deepspeed
 from megatron_lite.config.sections import BatchConfig
+from megatron_lite.config.systems import with_objective
 from megatron_lite.config.tree import Config, setting_locations, with_locations
 from megatron_lite.finetune.multi_task import batches_per_epoch, join_configs, with_sections
 from megatron_lite.models.electra.config import discriminator_alone
@@ -162,7 +163,7 @@ def load_tree(
         raise ConfigError("no task given; pass --task FILE with a section task (see configs/tasks/).")
     if deepspeed_config is not None or tree.get("deepspeed"):
         tree = with_deepspeed(tree, changes, deepspeed_config, processes, say)
-    return tree
+    return with_objective(tree)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from megatron_lite.checkpoint.tensor_files import write_tensors
 from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.lora import LoraConfig
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.systems import with_objective
 from megatron_lite.config.task_rows import with_task_rows
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.files import proof
@@ -73,7 +74,7 @@ from megatron_lite.hf.published.tokenizers import (
     require_same_ids,
     write_tokenizer,
 )
-from megatron_lite.hf.published.usual import with_objective, with_sizes
+from megatron_lite.hf.published.usual import with_sizes
 from megatron_lite.hf.published.versions import oldest_version
 from megatron_lite.hf.published.write_config import NOT_IN_FILES, former_fields, hf_config
 from megatron_lite.inference.decoders import template_of
