@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from support.commands import assert_refused, forked
 from support.configs import tiny
 
 from data_utils.common.errors import ConfigError
@@ -145,3 +146,38 @@ def test_the_trainers_form_of_a_deepspeed_file():
 def test_a_second_deepspeed_file_is_refused(second):
     with pytest.raises(ConfigError, match="given twice"):
         with_deepspeed_file(["--deepspeed_config", "a.json", *second])
+
+
+# Small files in the shape of other programs'. A DeepSpeed file is JSON: one key of it makes no other file one.
+FOREIGN = {
+    "axolotl.yaml": "base_model: a/b\nmodel_type: Llama\ndatasets: [{path: c, type: completion}]\nsequence_len: 2048\n"
+    "micro_batch_size: 2\ngradient_accumulation_steps: 4\noptimizer: adamw_torch\nbf16: auto\ndeepspeed: ds.json\n",
+    "cramming.yaml": "defaults: [{arch: bert}, {train: bert}, _self_]\nbase_dir: outputs\nseed: 1\nbudget: 24\n"
+    "dryrun: false\ndata: {vocab_size: 32768}\nwandb: {enabled: false}\nimpl: {microbatch_size: 128}\n",
+    "nemo.yaml": "name: bert\ntrainer: {devices: 1, precision: 16}\nexp_manager: {exp_dir: null}\nmodel: {num_layers: 12, "
+    "hidden_size: 768, encoder_seq_length: 512, optim: {name: fused_adam, lr: 2e-4}}\n",
+    "litgpt.yaml": "model_name: pythia\nout_dir: out\nprecision: bf16-mixed\ndata: {class_path: x}\ntrain: {max_tokens: 9}\n"
+    "eval: {interval: 9}\noptimizer: {class_path: torch.optim.AdamW}\n",
+    "fairseq.yaml": "common: {fp16: true}\ncheckpoint: {x: 1}\ntask: {_name: masked_lm}\ncriterion: masked_lm\n"
+    "dataset: {batch_size: 16}\noptimizer: {_name: adam}\nlr_scheduler: {_name: fixed}\noptimization: {lr: [5e-4]}\n",
+    "accelerate.yaml": "compute_environment: LOCAL_MACHINE\ndeepspeed_config: {zero_stage: 2}\nnum_processes: 8\n",
+    "neox.yml": '{"pipe_parallel_size": 1, "num_layers": 12, "optimizer": {"type": "Adam"}, "zero_optimization": '
+    '{"stage": 1}, "fp16": {"enabled": true}, "train_micro_batch_size_per_gpu": 4}',
+    "training_args.json": '{"output_dir": "out", "fp16": true, "bf16": false, "seed": 1, "optim": "adamw_torch", '
+    '"gradient_accumulation_steps": 2, "deepspeed": null, "max_steps": 9, "learning_rate": 5e-5}',
+    "config.json": '{"model_type": "bert", "hidden_size": 768, "num_hidden_layers": 12, "dtype": "float32"}',
+    "torchtitan.toml": '[job]\ndump_folder = "out"\n\n[training]\nsteps = 10\n',
+    "ds_block_base.sh": '#! /bin/bash\ngpt_options=" --block-lm --num-layers 12 --fp16 "\n',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("script", ["pretrain_glm.py", "scripts/finetune.py"])
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_file_of_another_program_is_answered_in_one_short_line(name, script, tmp_path):
+    path = tmp_path / name
+    path.write_text(FOREIGN[name])
+    run = ["--output", tmp_path / "run"] if "finetune" in script else []
+    done = forked(script, "--config", path, *run)
+    assert_refused(done, "docs/coming_from.md")
+    assert name in done.stderr and "DeepSpeed file" not in done.stderr
+    assert len(done.stderr) - len(str(path)) < 300 and not (tmp_path / "run").exists()
