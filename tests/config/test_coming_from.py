@@ -7,9 +7,10 @@ import re
 import pytest
 from support.commands import assert_refused, forked
 from support.configs import tiny
+from support.remedies import advised
 
 from data_utils.common.errors import ConfigError
-from data_utils.common.settings import setting_names
+from data_utils.common.settings import leaves, setting_names, to_tree
 from megatron_lite.config.coming_from import SOURCES
 from megatron_lite.config.deepspeed_keys import KEYS
 from megatron_lite.config.foreign_options import explain_options, with_deepspeed_file
@@ -21,7 +22,7 @@ ROWS = [(source, row) for source, rows in SOURCES.items() for row in rows]
 def test_every_setting_of_the_tables_exists():
     names = {*setting_names(Config), *(f"deepspeed.{key}" for key in KEYS)}
     sections = {name.rsplit(".", depth)[0] for name in names for depth in (1, 2)}
-    assert [row for _, row in ROWS if row.setting and row.key not in names | sections] == []
+    assert [row for _, row in ROWS if not names | sections >= set(row.keys)] == []
     assert [row for _, row in ROWS if not row.setting and not row.note] == []
 
 
@@ -43,9 +44,9 @@ OVERRIDES = [row for _, row in ROWS if "=" in row.setting]
 
 @pytest.mark.parametrize("row", OVERRIDES, ids=lambda row: row.names[0])
 def test_an_answer_is_an_override_that_is_taken(row):
-    setting = row.setting.format(VALUES.get(row.names[0], "1"))
+    settings = row.settings(VALUES.get(row.names[0], "1"))
     try:
-        tiny(setting)
+        tiny(*(setting for setting in settings if "=" in setting))
     except ConfigError as error:  # another setting must fit it, or be given too
         assert not re.search(r"unknown|must be (a whole|a finite|true|text|one of|in |at )", str(error))
 
@@ -71,6 +72,37 @@ def test_options_are_answered_all_at_once():
     ):  # fmt: skip
         assert part in answer
     assert "\n" not in answer and "--config" not in answer and "beta1" not in answer
+
+
+# Command lines -> what the other program trains with them, in the settings here that are not the defaults.
+TRAINED = {
+    "--swiglu": {"model.ffn": "gated", "model.activation": "silu"},
+    "--hidden-dropout 0.5": {"model.output_dropout": 0.5, "model.embedding_dropout": 0.5},
+    "--post-mlp-layernorm": {"model.sandwich_norm": True},
+    "--sandwich-ln": {"model.sandwich_norm": True},
+    "--disable-bias-linear": {"model.biases": "none"},
+    "--lr_scheduler_type cosine": {"schedule.min_lr_ratio": 0.0},
+    "--tokenizer-name-or-path x": {"tokenizer.kind": "hf_json", "tokenizer.path": "x"},
+    "--lr-decay-style linear": {"schedule.kind": "linear", "schedule.min_lr_ratio": 0.0},
+    "--lr-decay-style WSD": {"schedule.min_lr_ratio": 0.0},
+    "--window-size 4": {}, "--add-qkv-bias": {}, "--zero-stage 0": {},
+    "--spec a b": {}, "--rotary-interleaved": {}, "--decoder-seq-length 9": {}, "--lr-warmup-init 0.1": {},
+    "--recompute-modules mlp": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("line", TRAINED)
+def test_an_answer_that_is_pasted_trains_the_same(line):
+    answer = explain_options(line.split(), line.split()[:1])
+    before, after = (dict(leaves(to_tree(config))) for config in (tiny(), tiny(*advised(answer))))
+    changed = {key: after[key] for key in TRAINED[line]}
+    assert "not known" not in answer and changed == TRAINED[line]
+    rest = before.keys() - TRAINED[line].keys() - {"tokenizer"}
+    assert [key for key in rest if before[key] != after[key]] == []
+
+
+def test_a_name_of_several_settings_is_answered_with_all():
+    assert "is one of optimizer.kind, schedule.kind, " in explain_options(["--kind", "x"], ["--kind"])
 
 
 def test_options_of_lora_are_answered():

@@ -95,7 +95,15 @@ BAD_FILES = [
     lambda tmp: with_json(tmp, {"steps_per_print": 5}, "deepspeed.steps_per_print=6"),
     lambda tmp: load_config([ROOT / "configs/glm-base.yaml"], [], tmp / "absent.json"),
     lambda tmp: as_configuration(tmp),
+    lambda tmp: load_config([tmp / "config.toml"]),
+    lambda tmp: load_config([flat(tmp)]),
 ]
+
+
+def flat(directory):
+    """A file without sections."""
+    (directory / "flat.yaml").write_text("model_name: a\nout_dir: b\ntokenizer_dir: c\noptimizer: {lr: 1}\n")
+    return directory / "flat.yaml"
 
 
 def as_configuration(directory):
@@ -109,7 +117,8 @@ def as_configuration(directory):
     ("case", "message"),
     zip(
         BAD_FILES,
-        ["not valid JSON", "not list", "is 5 in the file but 6 as", "check the path", "pass it as --deepspeed_config"],
+        ["not valid JSON", "not list", "is 5 in the file but 6 as", "check the path", "pass it as --deepspeed_config",
+         "config.toml is not YAML; docs/coming_from.md", "3 keys that are no sections"],
         strict=True,
     ),
 )  # fmt: skip
