@@ -414,10 +414,10 @@ def _unknown_key(key: str, value: Any, path: str, known: Mapping[str, Any], root
         elsewhere = [name for name in elsewhere if not _is_list(root, name)]
     close = [path + name for name in difflib.get_close_matches(key, known, n=1, cutoff=0.6)]
     for nearest in (*elsewhere, *close):
-        # A key of a section that stands outside of all sections.
-        written = (
-            f": write {_nested_text(nearest, value)}" if not path and nearest.endswith(f".{key}") else ""
-        )
+        # A key of a section that stands outside of all sections, with a value that it can have there.
+        fits = not path and nearest.endswith(f".{key}")
+        fits = fits and not any(wrong_settings(root, nest(nearest, value), "", root))
+        written = f": write {_nested_text(nearest, value)}" if fits else ""
         return f"unknown setting {written_key}; the nearest valid key is {nearest}{written}."
     if not known:
         return f"unknown setting {written_key}; there are no settings here: remove it."

@@ -420,8 +420,8 @@ def _check_second_stack(config: Config) -> None:
         if getattr(config, name) is not None:
             objectives = _objectives_with("has_second_stack")
             raise ConfigError(
-                f"{name} is set, but only the objective {objectives} uses it; set it to null, or objectives to "
-                f"{{{objectives.partition(' ')[0]}: 1}}."
+                f"{name} is set, but only the objective {objectives} uses it; set {name}=null, or "
+                f"{alone(config, objectives.partition(' ')[0])}."
             )
 
 

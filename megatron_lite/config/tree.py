@@ -42,7 +42,7 @@ from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.phase_plan import PhasePlan
 from megatron_lite.config.phases import PhaseConfig
-from megatron_lite.config.rules import check_together
+from megatron_lite.config.rules import alone, check_together
 from megatron_lite.config.schedule import ScheduleConfig
 from megatron_lite.config.sections import (
     BatchConfig,
@@ -401,8 +401,8 @@ def _require_chosen(typed: Mapping[str, Any], config: Config) -> None:
     for name in typed.keys() & OBJECTIVES.keys():
         if name not in chosen and config.task is None:
             raise ConfigError(
-                f"{name} is set, but the run trains {', '.join(chosen)}; set objectives={{{name}: 1}} to train "
-                "it, or remove the setting."
+                f"{name} is set, but the run trains {', '.join(chosen)}; set {alone(config, name)} to train it, or "
+                "remove the setting."
             )
 
 

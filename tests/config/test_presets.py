@@ -139,3 +139,37 @@ def test_a_warm_up_that_is_given_stays():
     assert own.schedule.warmup_steps == 7
     with pytest.raises(ConfigError, match="warmup_steps \\(31\\)"):
         load_config([roberta], ["training.steps=30", "schedule.warmup_steps=31"])
+
+
+# A system that is given alone -> its paper's objective, a setting of its section, and how the losses are divided.
+OBJECTIVES = {
+    "glm": ("blank_infilling", {"masked_ratio": 0.15}, "global_tokens"),
+    "modernbert": ("masked_lm", {"masked_ratio": 0.3, "next_sentence": False}, "global_tokens"),
+    "bert": ("masked_lm", {"masked_ratio": 0.15, "next_sentence": True}, "per_objective"),
+    "albert": ("albert", {"sentence_order": True}, "per_objective"),
+    "spanbert": ("spanbert", {}, "global_tokens"),
+    "xlnet": ("xlnet", {}, "global_tokens"),
+    "llama": ("causal", {}, "global_tokens"),
+    "glm4": ("causal", {}, "global_tokens"),
+    "t5_1_1": ("t5", {}, "global_tokens"),
+    "bart": ("bart", {"predict_cls": True}, "global_tokens"),
+}
+
+
+@pytest.mark.parametrize("system", OBJECTIVES)
+def test_a_system_alone_is_trained_on_its_own_objective(system):
+    name, section, normalization = OBJECTIVES[system]
+    decoder = ["model.decoder_layers=2"] if name in ("t5", "bart") else []
+    config = load_config(["tiny"], [f"model.system={system}", "data.sequence_length=64", *decoder])
+    assert [choice.name for choice in config.objective_choices] == [name]
+    assert {key: getattr(config.objective_sections[name], key) for key in section} == section
+    assert config.training.loss_normalization == normalization
+
+
+def test_an_objective_that_is_given_has_precedence_unless_the_class_cannot_mean_it():
+    config = load_config(["tiny"], ["model.system=llama", "objectives={masked_diffusion: 1}"])
+    assert config.objectives == {"masked_diffusion": 1}
+    for system, objective in (("modernbert", "blank_infilling"), ("bert", "t5"), ("llama", "masked_lm")):
+        given = [f"model.system={system}", f"objectives.{objective}=1", "data.sequence_length=64"]
+        with pytest.raises(ConfigError, match=f"objectives has {objective}, but .* {system} "):
+            load_config(["tiny"], [*given, f"{objective}.whole_words=false"])

@@ -7,12 +7,14 @@ import dataclasses
 import json
 import traceback
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
 from support.configs import with_json
 from support.project import ROOT
+from support.remedies import advised
 from support.rules import RULES
 
 from data_utils.common.errors import ConfigError
@@ -35,6 +37,11 @@ def test_a_rule_names_the_value_the_rule_and_the_remedy(name):
     for fragment in fragments:
         assert fragment in message
     assert "\n" not in message
+    remedy = list(advised(message)) if isinstance(action, partial) else []
+    try:
+        _ = remedy and action(*remedy)
+    except ConfigError as other:  # another rule's, for example of a layer that the remedy uncovers
+        assert str(other) != message
 
 
 def ranged_fields(cls: type) -> Iterator[tuple[type, dataclasses.Field]]:
