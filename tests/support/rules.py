@@ -233,7 +233,7 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "settings of another objective": (
         lambda: load_config([TINY], ["masked_lm.masked_ratio=0.2"]),
-        ("masked_lm is set", "trains blank_infilling", "objectives={masked_lm: 1}"),
+        ("masked_lm is set", "trains blank_infilling", "objectives.masked_lm=1"),
     ),
     "evaluations without a validation set": (
         lambda: require_validation(["training.eval_samples=5"], tiny("data.validation=[]")),
@@ -475,7 +475,7 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         (
             "decoder_tokenizer is set",
             "optimus",
-            "to null, or objectives to {optimus: 1}",
+            "set decoder_tokenizer=null, or objectives.optimus=1",
         ),
     ),
     "shared layers in stages": (
