@@ -33,9 +33,9 @@ def extent(mixtures: Sequence[Mixture], samples: int, batch_size: int) -> Iterat
     ]
     total = sum(tokens * epochs for _, tokens, epochs, _ in corpora)
     yield f"training reads {total:,.0f} tokens in {samples:,} samples"
-    for index, count, (name, tokens, epochs, windows) in list(
-        zip(indexes, of_corpora, corpora, strict=True)
-    )[:_SHOWN]:
+    for index, count, (name, tokens, epochs, windows) in list(zip(indexes, of_corpora, corpora, strict=True))[
+        :_SHOWN
+    ]:
         yield (
             f"{name}: {len(index.dataset):,} documents, {tokens:,} tokens, {windows:,} windows; {count:,} samples "
             f"({count / max(1, samples):.1%}), {tokens * epochs / max(1, total):.1%} of the tokens, "

@@ -139,7 +139,9 @@ def _check_system(config: Config) -> None:
 
 def alone(config: Config, name: str) -> str:
     """What to write on a command line for a run of one objective: mappings merge, so the others get 0."""
-    others = [f"objectives.{other}=0" for other, weight in config.objectives.items() if weight and other != name]
+    others = [
+        f"objectives.{other}=0" for other, weight in config.objectives.items() if weight and other != name
+    ]
     return " ".join([*others, f"objectives.{name}=1"])
 
 

@@ -151,7 +151,9 @@ def can_mean(system: str | None, name: str, input_format: str) -> bool:
     """
     if system is None or system in _GLMS or system in ENCODER_DECODERS:  # rules.py checks what decoders train
         return True
-    if system in CAUSAL:  # LLaDA is a Llama that reads both directions, and GLM-4 was trained on GLM's objective
+    if (
+        system in CAUSAL
+    ):  # LLaDA is a Llama that reads both directions, and GLM-4 was trained on GLM's objective
         is_glm = system.startswith("glm4") and input_format == "glm"
         return is_glm or input_format == "causal" or name == "masked_diffusion"
     return input_format in ("bert", "unilm", "unilmv2")

@@ -186,10 +186,10 @@ FOREIGN = {
     "micro_batch_size: 2\ngradient_accumulation_steps: 4\noptimizer: adamw_torch\nbf16: auto\ndeepspeed: ds.json\n",
     "cramming.yaml": "defaults: [{arch: bert}, {train: bert}, _self_]\nbase_dir: outputs\nseed: 1\nbudget: 24\n"
     "dryrun: false\ndata: {vocab_size: 32768}\nwandb: {enabled: false}\nimpl: {microbatch_size: 128}\n",
-    "nemo.yaml": "name: bert\ntrainer: {devices: 1, precision: 16}\nexp_manager: {exp_dir: null}\nmodel: {num_layers: 12, "
-    "hidden_size: 768, encoder_seq_length: 512, optim: {name: fused_adam, lr: 2e-4}}\n",
-    "litgpt.yaml": "model_name: pythia\nout_dir: out\nprecision: bf16-mixed\ndata: {class_path: x}\ntrain: {max_tokens: 9}\n"
-    "eval: {interval: 9}\noptimizer: {class_path: torch.optim.AdamW}\n",
+    "nemo.yaml": "name: bert\ntrainer: {devices: 1, precision: 16}\nexp_manager: {exp_dir: null}\nmodel: "
+    "{num_layers: 12, hidden_size: 768, encoder_seq_length: 512, optim: {name: fused_adam, lr: 2e-4}}\n",
+    "litgpt.yaml": "model_name: pythia\nout_dir: out\nprecision: bf16-mixed\ndata: {class_path: x}\n"
+    "train: {max_tokens: 9}\neval: {interval: 9}\noptimizer: {class_path: torch.optim.AdamW}\n",
     "fairseq.yaml": "common: {fp16: true}\ncheckpoint: {x: 1}\ntask: {_name: masked_lm}\ncriterion: masked_lm\n"
     "dataset: {batch_size: 16}\noptimizer: {_name: adam}\nlr_scheduler: {_name: fixed}\noptimization: {lr: [5e-4]}\n",
     "accelerate.yaml": "compute_environment: LOCAL_MACHINE\ndeepspeed_config: {zero_stage: 2}\nnum_processes: 8\n",
@@ -203,8 +203,10 @@ FOREIGN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("script", ["pretrain_glm.py", "scripts/finetune.py"])
-@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize(
+    ("name", "script"),
+    [*((name, "pretrain_glm.py") for name in FOREIGN), ("axolotl.yaml", "scripts/finetune.py")],
+)
 def test_a_file_of_another_program_is_answered_in_one_short_line(name, script, tmp_path):
     path = tmp_path / name
     path.write_text(FOREIGN[name])

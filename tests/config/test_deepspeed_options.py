@@ -328,7 +328,10 @@ def test_all_that_has_no_effect_is_said_in_one_line(tmp_path):
         "prescale_gradients": True,
         "aio": {"block_size": 1},
         "zero_optimization": {
-            "stage": 0, "stage3_max_live_parameters": 7, "round_robin_gradients": True, "overlap_comm": True,
+            "stage": 0,
+            "stage3_max_live_parameters": 7,
+            "round_robin_gradients": True,
+            "overlap_comm": True,
         },
         "activation_checkpointing": {"partition_activations": True},
         "autotuning": {"enabled": True},

@@ -10,7 +10,10 @@ from data_utils.common.settings import keys_of, parse_override, wrong_settings
 from data_utils.objectives import OBJECTIVES
 from megatron_lite.config.tree import Config
 
-_SETTING = re.compile(rf"(?<![\w.\-/{{])((?:{'|'.join(keys_of(Config))})(?:\.\w+)*)=(?=[^\s=])")
+# Not what the user wrote, which an error quotes.
+_SETTING = re.compile(
+    rf"(?<![\w.\-/{{])(?<!override ['\"])((?:{'|'.join(keys_of(Config))})(?:\.\w+)*)=(?=[^\s=])"
+)
 _PLACEHOLDER = re.compile(r"[A-Z_]*|.*\.\.\..*|\{\}")
 _said: list[str] = []
 
@@ -35,7 +38,9 @@ def false_remedies() -> list[str]:
     _said.clear()
     for text in texts:
         for line in text.splitlines():
-            wrong += [f"{setting}: {why}, in {line!r}" for setting in advised(line) if (why := refusal(setting))]
+            wrong += [
+                f"{setting}: {why}, in {line!r}" for setting in advised(line) if (why := refusal(setting))
+            ]
     return wrong
 
 
