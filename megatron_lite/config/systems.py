@@ -151,12 +151,15 @@ def can_mean(system: str | None, name: str, input_format: str) -> bool:
     """
     if system is None or system in _GLMS or system in ENCODER_DECODERS:  # rules.py checks what decoders train
         return True
-    if (
-        system in CAUSAL
-    ):  # LLaDA is a Llama that reads both directions, and GLM-4 was trained on GLM's objective
-        is_glm = system.startswith("glm4") and input_format == "glm"
-        return is_glm or input_format == "causal" or name == "masked_diffusion"
+    if system in CAUSAL:
+        return input_format == "causal" or reads_both_ways(system, name)
     return input_format in ("bert", "unilm", "unilmv2")
+
+
+def reads_both_ways(system: str | None, name: str) -> bool:
+    """Whether a causal system may be trained on an objective that is not: LLaDA is a Llama, GLM-4 was a GLM."""
+    is_glm = system in ("glm4", "glm4_0414") and name == "blank_infilling"
+    return is_glm or (system in CAUSAL and name == "masked_diffusion")
 
 
 def with_objective(tree: Mapping[str, Any]) -> dict[str, Any]:
