@@ -196,7 +196,7 @@ def coming_from() -> str:
         for argument in arguments:
             names = [name.replace("_", "-") if has_dashes else name for name in argument.names]
             theirs = ", ".join(f"`--{name}`" for name in names)
-            form = argument.setting.replace("{}", "VALUE").replace("{{", "{").replace("}}", "}")
+            form = argument.setting.replace("{}", "VALUE")
             lines.append(f"| {theirs} | {f'`{form}`' if form else ''} | {argument.note} |")
     decided = [(key, row.reason) for key, row in KEYS.items() if row.policy is Policy.SETTING]
     lines += ["", "## DeepSpeed's JSON", "", "| DeepSpeed key | setting |", "|---|---|"]

@@ -415,9 +415,9 @@ def _unknown_key(key: str, value: Any, path: str, known: Mapping[str, Any], root
         elsewhere = [name for name in elsewhere if not _is_list(root, name)]
     close = [path + name for name in difflib.get_close_matches(key, known, n=1, cutoff=0.6)]
     for nearest in (*elsewhere, *close):
-        # A key of a section that stands outside of all sections. A value that the key does not take is not repeated.
-        is_outside = not path and nearest.endswith(f".{key}") and _takes(root, nearest, value)
-        written = f": write {_nested_text(nearest, value)}" if is_outside else ""
+        # A key of a section that stands outside of all sections, with a value that it can have there.
+        fits = not path and nearest.endswith(f".{key}") and _takes(root, nearest, value)
+        written = f": write {_nested_text(nearest, value)}" if fits else ""
         return f"unknown setting {written_key}; the nearest valid key is {nearest}{written}."
     if not known:
         return f"unknown setting {written_key}; there are no settings here: remove it."
@@ -435,9 +435,7 @@ def _is_list(root: type, name: str) -> bool:
 
 def _takes(root: type, key: str, value: Any) -> bool:
     """Whether a setting of the tree, given by its dotted key, may have a value."""
-    for name in reversed(key.split(".")):
-        value = {name: value}
-    return not any(wrong_settings(root, value, "", root))
+    return not any(wrong_settings(root, nest(key, value), "", root))
 
 
 def _nested_text(key: str, value: Any) -> str:

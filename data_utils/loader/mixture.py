@@ -63,7 +63,7 @@ def quotas(weights: Sequence[float], names: Sequence[object] = ()) -> np.ndarray
         name = f"the corpus {names[corpus]}" if names else f"a corpus of weight {weights[corpus]}"
         raise ConfigError(
             f"{name} has {shares[corpus] / BLOCK_SIZE:.2g} of the samples, but 1/{BLOCK_SIZE} is the least; raise its "
-            "weight or its share of the tokens, or remove the corpus."
+            "weight or its share of the tokens, or set it to 0."
         )
     return counts
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from data_utils.common.errors import ConfigError
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.rules import alone
 from megatron_lite.config.tree import Config
 from megatron_lite.estimate.average_sequence import AverageSequence
 from megatron_lite.estimate.gpus import HOST, Gpu
@@ -27,10 +28,11 @@ RESERVED_GIB = 3.0  # for CUDA, NCCL and fragmentation, which are not counted: a
 def require_no_decoder_config(config: Config) -> None:
     """Raise ConfigError for an encoder and a decoder that read separate texts (OPTIMUS)."""
     if config.decoder is not None:
+        nothing = "decoder=null decoder_tokenizer=null"
         raise ConfigError(
-            "decoder is set, but a profile covers a single Transformer; profile the encoder (decoder=null "
-            "objectives={{masked_lm: 1}}) and the decoder (its options as model, objectives={{causal: 1}}) "
-            "separately."
+            f"decoder is set, but a profile covers a single Transformer; profile the encoder with {nothing} "
+            f"{alone(config, 'masked_lm')} masked_lm.next_sentence=false, and the decoder, its options as model, with "
+            f"{nothing} {alone(config, 'causal')}."
         )
 
 

@@ -26,6 +26,7 @@ from megatron_lite.checkpoint.tensor_files import write_tensors
 from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.lora import LoraConfig
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.systems import reads_both_ways, with_objective
 from megatron_lite.config.task_rows import with_task_rows
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.files import proof
@@ -74,7 +75,7 @@ from megatron_lite.hf.published.tokenizers import (
     require_same_ids,
     write_tokenizer,
 )
-from megatron_lite.hf.published.usual import with_objective, with_sizes
+from megatron_lite.hf.published.usual import with_sizes
 from megatron_lite.hf.published.versions import oldest_version
 from megatron_lite.hf.published.write_config import NOT_IN_FILES, former_fields, hf_config
 from megatron_lite.inference.decoders import template_of
@@ -283,6 +284,15 @@ def write_published(directory: Path, weights: Weights, run: OpenRun, dtype: str,
         )
     stack = stack_of(run, weights)
     class_name, extra_file = write_stack(directory, stack, dtype, max_shard_bytes)
+    both_ways = [
+        choice.name for choice in run.objectives if reads_both_ways(run.config.model.system, choice.name)
+    ]
+    if both_ways:
+        log.warning(
+            "%s reads texts from left to right, but the run was trained on %s, which reads them in both directions",
+            class_name,
+            ", ".join(both_ways),
+        )
     oldest = oldest_version(class_name, run.config.model, read_json(directory / "config.json"))
     if oldest.startswith("5"):
         log.warning("transformers before %s does not compute what this %s does", oldest, class_name)
