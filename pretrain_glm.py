@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -27,9 +27,6 @@ from data_utils.common.errors import ArgumentParser, ConfigError, ExitStatus, ex
 from data_utils.common.files import require_writable
 from data_utils.common.settings import to_tree
 from data_utils.common.settings_listed import describe
-from data_utils.loader.drawn_shares import drawn_shares
-from data_utils.loader.extent import extent, overlap
-from data_utils.loader.loader import Datasets, open_datasets
 from data_utils.objectives import OBJECTIVES
 from data_utils.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megatron_lite.checkpoint.resolve_path import check_output_directory, resolve_model
@@ -40,11 +37,13 @@ from megatron_lite.config.tree import Config, load_config, require_validation
 from megatron_lite.parallel.launch import Launch, is_first_of_node, prepare_environment
 from megatron_lite.parallel.rendezvous import Rendezvous
 from megatron_lite.runtime.control import RunControl
-from megatron_lite.runtime.finished_runs import nothing_to_do
 from megatron_lite.runtime.hub_tokenizer import RunTokenizer, run_tokenizer
 from megatron_lite.runtime.lease import held
 from megatron_lite.runtime.run_state import RunState, read_run_state
 from megatron_lite.runtime.watchdog import Section, Watchdog
+
+if TYPE_CHECKING:  # it brings the compiler
+    from data_utils.loader.loader import Datasets
 
 log = logging.getLogger(__name__)
 
@@ -206,6 +205,8 @@ def train(config: Config, launch: Launch, rendezvous: Rendezvous, notes: Iterabl
         config = replace(config, decoder_tokenizer=kept_decoder.recorded)
     config = replace(config, tokenizer=kept.recorded)
     if run_state.newest is not None:
+        from megatron_lite.runtime.finished_runs import nothing_to_do  # brings the compiler
+
         reason = nothing_to_do(config, run_state)
         if reason is not None:
             if launch.rank == 0:
@@ -237,6 +238,9 @@ def train_with(
     if launch.rank == 0:
         log.info("processes %d, run.directory %s; loading libraries", launch.world_size, config.run.directory)
     prepare_environment(config.training.deterministic)
+    from data_utils.loader.drawn_shares import drawn_shares
+    from data_utils.loader.extent import extent, overlap
+    from data_utils.loader.loader import open_datasets
     from megatron_lite.engine.engine import memory_advice
     from megatron_lite.engine.plain import make_engine
     from megatron_lite.model.build import model_spec

@@ -58,7 +58,8 @@ API: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
                 *("masked_target", "draw_spans", "draw_corruption", "corrupted_token", "is_special"),
                 *("check_corruption", "corruption_thresholds"),
             ),
-            "data_utils.common.random_streams": ("next_word", "below", "chance_threshold", "derive_seed"),
+            "data_utils.common.random_streams": ("next_word", "below", "chance_threshold"),
+            "data_utils.common.seeds": ("derive_seed",),
             "data_utils.common.batch_fields": ("Example",),
             "data_utils.common.losses": ("Loss",),
             "data_utils.common.settings": ("setting", "fraction", "check", "checked"),
@@ -195,7 +196,7 @@ def coming_from() -> str:
         for argument in arguments:
             names = [name.replace("_", "-") if has_dashes else name for name in argument.names]
             theirs = ", ".join(f"`--{name}`" for name in names)
-            form = argument.setting.replace("{}", "VALUE").replace("{{", "{").replace("}}", "}")
+            form = argument.setting.replace("{}", "VALUE")
             lines.append(f"| {theirs} | {f'`{form}`' if form else ''} | {argument.note} |")
     decided = [(key, row.reason) for key, row in KEYS.items() if row.policy is Policy.SETTING]
     lines += ["", "## DeepSpeed's JSON", "", "| DeepSpeed key | setting |", "|---|---|"]

@@ -148,7 +148,7 @@ def main() -> None:
         tree, *_, notes = load_tree(arguments.config, arguments.overrides)
         source = find_source(arguments.input, is_hub=arguments.command == "import")
         result = convert(arguments, source.directory, tree)
-    print("not verified" if result is None else f"proof: {result}")
+    print(f"not verified: {_unverified(arguments)}" if result is None else f"proof: {result}")
     print(f"wrote {arguments.output}")
     if arguments.command != "export":
         if source.repository:
@@ -242,6 +242,14 @@ def keep_source(source: Snapshot, run: Path, is_adapter: bool) -> None:
     write_whole(run / name, (json.dumps(described, indent=2) + "\n").encode(), "--output")
 
 
+def _unverified(arguments: argparse.Namespace) -> str:
+    if arguments.no_verify:
+        return "--no-verify"
+    return (
+        "updates of LoRA compute nothing alone; an export of the whole model, without --adapter, is compared"
+    )
+
+
 def require_push(arguments: argparse.Namespace) -> HubName | None:
     """The repository to push to, if one is given. Raises: ConfigError before anything is written."""
     if arguments.push_to_hub is None:
@@ -277,7 +285,23 @@ def what_follows(path: Path) -> list[str]:
         given += ["--token-role", f"{role}={token}"]
     corpus = ["python", "scripts/preprocess_data.py", "--input", "FILE", "--output", "data/corpus", *given]
     train = ["python", "pretrain_glm.py", "--config", str(path), "data.train=[{prefix: data/corpus}]"]
-    return [*lines, f"next: {shlex.join(corpus)}", f"then: {shlex.join(train)}"]
+    run = str(path.parent)
+    tune = [
+        "python",
+        "scripts/finetune.py",
+        "--checkpoint",
+        run,
+        "--task",
+        "TASK.yaml",
+        "--output",
+        f"{run}-tuned",
+    ]
+    return [
+        *lines,
+        f"next: {shlex.join(corpus)}",
+        f"then: {shlex.join(train)}",
+        f"or, on a task (docs/tasks.md): {shlex.join(tune)}",
+    ]
 
 
 def _commands_of_task(path: Path, task: TaskConfig) -> list[str]:

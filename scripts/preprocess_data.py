@@ -196,14 +196,13 @@ def make_dataset(arguments: argparse.Namespace, ranks: Ranks) -> None:
         lowercase=not arguments.cased,
         fixed_command_tokens=not arguments.shared_command_tokens,
         roles=dict(arguments.token_role),
-    ).local()  # here, not in each worker
-    make_tokenizer = partial(load_tokenizer, tokenizer, arguments.encoder)
-    vocabulary_once = cache(lambda: vocabulary_of(load_tokenizer(tokenizer)))
-    report = build_corpus(make_config(arguments), make_tokenizer, ranks, vocabulary_once)
+    )
+    make_tokenizer = cache(partial(load_tokenizer, tokenizer, arguments.encoder))
+    report = build_corpus(make_config(arguments), make_tokenizer, ranks)
     if ranks.rank == 0:
         print("\n".join(map(printable, report.lines())))
         text = np.array(IndexedDataset(next(iter(report.documents))).tokens[:_TOKENS_READ])
-        vocabulary, whose = vocabulary_once(), f"the first {len(text):,}"
+        vocabulary, whose = vocabulary_of(make_tokenizer()), f"the first {len(text):,}"
         for line in word_shares(text, vocabulary, whose):
             print(f"  {line}")
         for line in unknown_share(text, vocabulary, whose):

@@ -11,7 +11,7 @@ from typing import Any
 
 import hypothesis
 import pytest
-from support import cpu_features, gpus, package_index
+from support import cpu_features, gpus, package_index, remedies
 from support.project import small_corpus, small_run
 
 import data_utils.common.entry  # noqa: F401
@@ -20,6 +20,7 @@ signal.signal(
     signal.SIGINT, signal.default_int_handler
 )  # Ctrl-C is pytest's, whatever entry points are imported
 gpus.hide()
+remedies.listen()
 
 # A busy machine may take its time over one example.
 hypothesis.settings.register_profile("project", deadline=None)
@@ -64,6 +65,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("index") and not package_index.is_asked():
             item.add_marker(pytest.mark.skip(reason=package_index.SKIPPED))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """A test fails if the program advised a setting in it that cannot be pasted."""
+    report = yield
+    remedies.hear(report.capstdout, report.capstderr, report.caplog)
+    wrong = remedies.false_remedies()
+    if wrong and report.passed:
+        report.outcome, report.longrepr = "failed", "\n".join(["an advised setting is refused:", *wrong])
+    return report
 
 
 def pytest_collection_finish() -> None:

@@ -32,7 +32,7 @@ from data_utils.build.pairs import WITHOUT, PairReader
 from data_utils.build.ranks import Ranks
 from data_utils.build.shards import BuildDirectory
 from data_utils.build.summary import BuildReport, DocumentStatistics
-from data_utils.build.workers import Job, ShardRecord, build_shards, uses_workers
+from data_utils.build.workers import Job, ShardRecord, build_shards
 from data_utils.common.errors import DataError
 from data_utils.common.memory import return_freed_memory
 from data_utils.common.progress import progress_bar
@@ -53,6 +53,7 @@ from data_utils.dataset.manifest import damaged, dataset_path, existing_files, r
 from data_utils.dataset.sources import described_sources
 from data_utils.dataset.writer import IndexedDatasetWriter, remove_dataset, token_dtype
 from data_utils.storage.objects import StoredObject
+from data_utils.tokenizers.fast.encoders import FAST_FROM_CHARACTERS
 from data_utils.tokenizers.special_tokens import NO_TOKEN
 
 _PLAN_VERSION = 1
@@ -74,15 +75,13 @@ def build_corpus(
     config: BuildConfig,
     make_tokenizer: Callable[[], Any],
     ranks: Ranks | None = None,
-    meanwhile: Callable[[], object] = lambda: None,
 ) -> BuildReport:
     """Build the datasets of `config`; see the module docstring.
 
     Args:
-        make_tokenizer: gives an object with `encode_batch`, `special.eos`, `vocab_size`, `fingerprint` and
-            `config` (see data_utils/tokenizers/tokenizer.py). Called here and in each worker, so it must pickle.
+        make_tokenizer: gives an object with `encode_batch`, `use_fast_encoder`, `special.eos`, `vocab_size`,
+            `fingerprint` and `config` (see data_utils/tokenizers/tokenizer.py). Called once on each rank.
         ranks: the MPI ranks that share the work, all with the same `config` and file system.
-        meanwhile: what the first rank needs after the build and can prepare while workers start, if there are any.
     Raises: DataError for bad input, a split without documents, output that exists or cannot be written,
         another build that was started and not finished, a dead worker.
     """
@@ -97,18 +96,11 @@ def build_corpus(
         job = ranks.on_first(lambda: _start(config, facts, stack, writers))
         if isinstance(job, BuildReport):
             return job
-        if uses_workers(job, ranks):
-            tokenizer = None  # they load their own
+        if job.todo and job.annotation_reader is None and job.input_bytes >= FAST_FROM_CHARACTERS:
+            tokenizer.use_fast_encoder()  # once, and not in each worker
         return_freed_memory()  # reading the tokenizer took twice the memory that it holds
-        statistics = DocumentStatistics()
-
-        def prepare() -> None:
-            if ranks.rank == 0:
-                statistics.load(job.dtype)
-                meanwhile()
-
-        ranks.on_each(lambda: build_shards(job, tokenizer, make_tokenizer, ranks, prepare))
-        return ranks.on_first(lambda: _finish(job, facts, writers, statistics, started))
+        ranks.on_each(lambda: build_shards(job, tokenizer, ranks))
+        return ranks.on_first(lambda: _finish(job, facts, writers, started))
 
 
 def _start(
@@ -257,7 +249,6 @@ def _finish(
     job: Job,
     tokenizer: TokenizerFacts,
     writers: Sequence[IndexedDatasetWriter],
-    statistics: DocumentStatistics,
     started: float,
 ) -> BuildReport:
     """Join the shards, in order, and put the datasets in place."""
@@ -269,6 +260,7 @@ def _finish(
         plan = _plan(config, tokenizer, paths, job.evaluation, job.annotation_reader)
         directory.require_unchanged(plan)  # first: changed input may have bad records, too
     counts.enforce(config.on_bad_record, config.max_bad_records, config.text_split)
+    statistics = DocumentStatistics()
     duplicates = _join(job, records, writers, statistics)
     contamination = None
     if job.evaluation is not None:

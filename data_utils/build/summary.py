@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -44,19 +45,10 @@ class DocumentStatistics:
         self._num_pending = 0
         self._zero_bits = 0
 
-    def load(self, dtype: np.dtype) -> None:
-        """Load the compiled code for tokens as shards have them, which takes half a second."""
-        tokens, lengths = np.empty(0, dtype), np.empty(0, np.int32)
-        for array in (tokens, lengths):
-            array.flags.writeable = False
-        self.add(tokens, lengths)
-
     def add(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
         """Take documents: their tokens one after the other [sum(lengths)], and lengths [documents]."""
-        from data_utils.build.document_hashes import document_hashes  # brings the compiler
-
         self._lengths += np.bincount(np.minimum(lengths, _MAX_LENGTH), minlength=_MAX_LENGTH + 1)
-        hashes = document_hashes(tokens, lengths)
+        hashes = _document_hashes(tokens, lengths)
         self._pending.append(hashes[self._in_sample(hashes)])
         self._num_pending += len(self._pending[-1])
         if self._num_pending > _MAX_PENDING:
@@ -88,6 +80,14 @@ class DocumentStatistics:
             self._zero_bits += 1
             in_sample = self._in_sample(self._hashes)
             self._hashes, self._counts = self._hashes[in_sample], self._counts[in_sample]
+
+
+def _document_hashes(tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """A hash of the tokens of each document, uint64 [documents]. Each process has its own: Python salts it."""
+    data = tokens.tobytes()
+    ends = (np.cumsum(lengths, dtype=np.int64) * tokens.itemsize).tolist()
+    hashes = [hash(data[start:end]) for start, end in itertools.pairwise([0, *ends])]
+    return np.array(hashes, np.int64).view(np.uint64)
 
 
 @dataclass(frozen=True, slots=True)

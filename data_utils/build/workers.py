@@ -1,24 +1,24 @@
 """From ranges of files to finished shards: read, parse, tokenize and write, in this process or in worker processes.
 
 A worker process does all the work of a shard, so only the number of a shard and its small record pass between
-processes. Workers share no lock, so nobody waits for a killed worker.
+processes. Workers are forks, so the tokenizer is loaded once. They share no lock, so nobody waits for a killed worker.
 """
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import itertools
+import mmap
 import multiprocessing
 import os
 import signal
-import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from multiprocessing.process import BaseProcess
-from multiprocessing.sharedctypes import RawArray, RawValue
 from typing import Any
 
 import numpy as np
@@ -29,8 +29,7 @@ from data_utils.build.contamination import EvaluationTexts
 from data_utils.build.ranks import Ranks
 from data_utils.build.shards import BuildDirectory, ShardWriter
 from data_utils.common.errors import DataError
-from data_utils.common.memory import return_freed_memory
-from data_utils.common.processes import exit_with_parent
+from data_utils.common.processes import begin_worker, submit
 from data_utils.common.progress import progress_bar
 from data_utils.corpus.documents import (
     MAX_EXAMPLES,
@@ -179,9 +178,10 @@ class _Stopped(Exception):
     """Another process failed, or the user interrupted: all work must end."""
 
 
-def _location(job: Job, ranges: Sequence[FileRange], state: np.void) -> str:
-    """A description of where a shard's reader is. Args: state: of _PROGRESS."""
-    file_range = ranges[state["file_range"]]
+def _location(job: Job, progress: np.ndarray, number: int) -> str:
+    """A description of where a shard's reader is. Args: progress: _PROGRESS [shards]."""
+    state = progress[number]
+    file_range = job.shards[number][state["file_range"]]
     size = int(state["record_bytes"])
     problem = f"a record of {size:,} bytes" if size else "while it was read"
     location = SourceLocation(str(file_range.path), int(state["line"]), problem, file_range.start)
@@ -191,8 +191,7 @@ def _location(job: Job, ranges: Sequence[FileRange], state: np.void) -> str:
 class ShardBuilder:
     """Turns a numbered shard of a job into files."""
 
-    def __init__(self, job: Job, tokenizer: Any, progress: np.ndarray | None = None) -> None:
-        """Args: progress: _PROGRESS [shards], shared with the parent; None: a new array."""
+    def __init__(self, job: Job, tokenizer: Any) -> None:
         if tokenizer.fingerprint != job.fingerprint:
             raise DataError(
                 f"the tokenizer has fingerprint {tokenizer.fingerprint} on this rank but {job.fingerprint} on rank "
@@ -201,22 +200,20 @@ class ShardBuilder:
         self.job = job
         self.tokenizer = tokenizer
         self.rule = split_rule(job.config)
-        self.progress = np.zeros(len(job.shards), _PROGRESS) if progress is None else progress
+        # Forks share them with their parent.
+        self.progress = np.frombuffer(mmap.mmap(-1, len(job.shards) * _PROGRESS.itemsize), _PROGRESS)
+        self.stop_flag = np.frombuffer(mmap.mmap(-1, 1), np.bool_)
 
-    def build(
-        self, number: int, ranges: Sequence[FileRange], advance: Callable[[int, int], None]
-    ) -> ShardRecord:
-        """Write a shard of these ranges; `advance(input bytes, documents)` is called for each block, and may raise."""
+    def build(self, number: int, advance: Callable[[int, int], None]) -> ShardRecord:
+        """Write a shard; `advance(input bytes, documents)` is called for each block, and may raise."""
         try:
-            return self._build(number, ranges, advance)
+            return self._build(number, advance)
         except MemoryError:
             pass  # the traceback still holds the memory that the message needs
-        where = _location(self.job, ranges, self.progress[number])
+        where = _location(self.job, self.progress, number)
         raise DataError(f"memory ran out {where}; {_MEMORY_REMEDY}")
 
-    def _build(
-        self, number: int, ranges: Sequence[FileRange], advance: Callable[[int, int], None]
-    ) -> ShardRecord:
+    def _build(self, number: int, advance: Callable[[int, int], None]) -> ShardRecord:
         config, num_splits = self.job.config, self.job.num_splits
         record = ShardRecord([0] * num_splits, [0] * num_splits)
         matched_ngrams = np.zeros(len(self.job.evaluation.hashes) if self.job.evaluation else 0, bool)
@@ -224,7 +221,7 @@ class ShardBuilder:
         # The commit at its end is a rename, so a shard exists whole or not at all, and an interrupted build
         # goes on with the missing ones.
         with ShardWriter(self.job.directory, number, num_splits, self.job.arrays) as writer:
-            for index, file_range in enumerate(ranges):
+            for index, file_range in enumerate(self.job.shards[number]):
                 lines = 0
                 progress["process"][number], progress["file_range"][number] = os.getpid(), index
                 progress["line"][number], progress["record_bytes"][number] = 1, 0
@@ -287,22 +284,8 @@ def _shards_of_rank(job: Job, ranks: Ranks) -> list[int]:
     return job.todo[ranks.rank :: ranks.size]
 
 
-def uses_workers(job: Job, ranks: Ranks) -> bool:
-    """Whether this rank uses worker processes to build its shards."""
-    return job.config.workers > 0 and len(_shards_of_rank(job, ranks)) > 0
-
-
-def build_shards(
-    job: Job,
-    tokenizer: Any,
-    make_tokenizer: Callable[[], Any],
-    ranks: Ranks,
-    meanwhile: Callable[[], object] = lambda: None,
-) -> None:
-    """Build this rank's share of the unfinished shards. Raises DataError if the build must stop.
-
-    Args: tokenizer: None where workers are used, which make their own. meanwhile: called while workers start.
-    """
+def build_shards(job: Job, tokenizer: Any, ranks: Ranks) -> None:
+    """Build this rank's share of the unfinished shards. Raises DataError if the build must stop."""
     config, numbers = job.config, _shards_of_rank(job, ranks)
     total = job.input_bytes * len(numbers) // max(len(job.shards), 1)
     counts, documents = RecordCounts(), 0
@@ -317,12 +300,12 @@ def build_shards(
 
     hidden = None if ranks.rank == 0 else True  # None: shown on a terminal
     try:
+        builder = ShardBuilder(job, tokenizer)
         with progress_bar(total=total, unit="B", unit_scale=True, desc="tokenize", disable=hidden) as bar:
-            if uses_workers(job, ranks):
-                records = _build_in_workers(job, numbers, make_tokenizer, advance, meanwhile)
+            if config.workers > 0 and numbers:
+                records = _build_in_workers(builder, numbers, advance)
             else:
-                builder = ShardBuilder(job, tokenizer)
-                records = (builder.build(number, job.shards[number], advance) for number in numbers)
+                records = (builder.build(number, advance) for number in numbers)
             with closing(records):
                 for record in records:
                     counts.merge(record.counts)
@@ -336,49 +319,36 @@ def build_shards(
 
 
 def _build_in_workers(
-    job: Job,
-    numbers: Sequence[int],
-    make_tokenizer: Callable[[], Any],
-    advance: Callable[[int, int], None],
-    meanwhile: Callable[[], object],
+    builder: ShardBuilder, numbers: Sequence[int], advance: Callable[[int, int], None]
 ) -> Generator[ShardRecord, None, None]:
     """Build shards in worker processes; yields their records in any order."""
-    # No lock, because a killed worker would keep it.
-    shared_progress = RawArray("b", len(job.shards) * _PROGRESS.itemsize)
-    stop_flag = RawValue("b", 0)
-    progress = np.frombuffer(shared_progress, _PROGRESS)
+    job, progress = builder.job, builder.progress
     # Other processes even for one worker: libraries end their process when memory runs out (orjson by SIGSEGV,
     # SentencePiece by SIGABRT), and only another process can name the record.
     executor = ProcessPoolExecutor(
         min(job.config.workers, len(numbers)),
-        mp_context=multiprocessing.get_context("spawn"),  # fork is unsafe with the threads of tokenizers
+        mp_context=multiprocessing.get_context("fork"),
         initializer=_start_worker,
-        # Without the shards: the paths of a million files would take half a GB in each worker.
-        initargs=(replace(job, shards=[], todo=[]), make_tokenizer, shared_progress, stop_flag),
+        initargs=(builder,),
     )
     reported_bytes = reported_documents = 0
     other_children = set(multiprocessing.active_children())
     workers: set[BaseProcess] = set()
     try:
-        pending = _submit(executor, job, numbers)
-        meanwhile()
+        pending = set(submit(executor, _build_shard_in_worker, numbers))
+        # Noted, since a broken pool forgets its workers, whose exit statuses tell what happened.
+        workers = set(multiprocessing.active_children()) - other_children
         while pending:
-            # Noted while they live, since a broken pool forgets its workers, whose exit statuses tell what
-            # happened.
-            workers |= set(multiprocessing.active_children()) - other_children
             done, pending = wait(pending, _POLL_SECONDS, FIRST_COMPLETED)
             input_bytes, documents = int(progress["input_bytes"].sum()), int(progress["documents"].sum())
             advance(input_bytes - reported_bytes, documents - reported_documents)
             reported_bytes, reported_documents = input_bytes, documents
             yield from [future.result() for future in done]
     except BrokenProcessPool:
-        # A broken pool does not end a worker that it started too late, and would wait for it without end.
-        for worker in set(multiprocessing.active_children()) - other_children:
-            worker.terminate()
         executor.shutdown(cancel_futures=True)  # afterwards the exit statuses are known
         raise _worker_death(job, progress, workers) from None
     finally:
-        stop_flag.value = 1
+        builder.stop_flag[0] = True
         executor.shutdown(cancel_futures=True)
 
 
@@ -390,45 +360,29 @@ def _worker_death(job: Job, progress: np.ndarray, workers: Iterable[BaseProcess]
         if status in (None, 0, -signal.SIGTERM) or progress["process"][number] != worker.pid:
             continue
         cause = signal.Signals(-status).name if status < 0 else f"status {status}"
-        location = _location(job, job.shards[number], progress[number])
+        location = _location(job, progress, number)
         return DataError(f"a worker process died ({cause}) {location}; if memory ran out, {_MEMORY_REMEDY}")
     return DataError(f"a worker process died; if memory ran out, {_MEMORY_REMEDY}")
 
 
-def _submit(executor: ProcessPoolExecutor, job: Job, numbers: Sequence[int]) -> set[Future[ShardRecord]]:
-    """Submit the shards to the pool, which starts its workers."""
-    # Ctrl-C reaches workers too, which import for seconds before they can ignore it: they inherit that it is blocked.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        return {executor.submit(_build_shard_in_worker, number, job.shards[number]) for number in numbers}
-    except OSError as error:  # the first workers died, and the pool has closed its pipes
-        raise BrokenProcessPool from error
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+_builder: ShardBuilder  # set once in each worker by _start_worker
 
 
-_worker_state: tuple[ShardBuilder, Any]  # builder and stop flag, set once in each worker by _start_worker
-
-
-def _start_worker(job: Job, make_tokenizer: Callable[[], Any], shared_progress: Any, stop_flag: Any) -> None:
-    global _worker_state
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends its workers
-    threading.Thread(target=exit_with_parent, daemon=True).start()
+def _start_worker(builder: ShardBuilder) -> None:
+    global _builder
+    begin_worker()
+    gc.freeze()  # a collection would write to, and so copy, all that the worker shares with its parent
     # The processes are the parallelism: no threads in the libraries of tokenizers.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["RAYON_NUM_THREADS"] = "1"
-    progress = np.frombuffer(shared_progress, _PROGRESS)
-    _worker_state = ShardBuilder(job, make_tokenizer(), progress), stop_flag
-    return_freed_memory()
+    _builder = builder
 
 
-def _build_shard_in_worker(number: int, ranges: Sequence[FileRange]) -> ShardRecord:
-    builder, stop_flag = _worker_state
-
+def _build_shard_in_worker(number: int) -> ShardRecord:
     def advance(input_bytes: int, documents: int) -> None:
-        builder.progress["input_bytes"][number] += input_bytes
-        builder.progress["documents"][number] += documents
-        if stop_flag.value:
+        _builder.progress["input_bytes"][number] += input_bytes
+        _builder.progress["documents"][number] += documents
+        if _builder.stop_flag[0]:
             raise _Stopped
 
-    return builder.build(number, ranges, advance)
+    return _builder.build(number, advance)

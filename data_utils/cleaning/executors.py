@@ -15,14 +15,12 @@ import multiprocessing
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import sysconfig
-import threading
 import traceback
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +35,7 @@ import data_utils
 from data_utils.cleaning.stages import Stage, WorkFolders
 from data_utils.common.errors import ConfigError, DataError, UserError
 from data_utils.common.files import disk_errors
-from data_utils.common.processes import exit_with_parent
+from data_utils.common.processes import begin_worker, submit
 from data_utils.common.progress import progress_bar
 from data_utils.common.setting_files import one_line
 
@@ -126,10 +124,10 @@ class LocalTasks(WithoutSecrets, LocalPipelineExecutor):
         stage = Path(self.logging_dir.path).name
         done = self.tasks - len(ranks)
         context = multiprocessing.get_context("fork")
-        pool = ProcessPoolExecutor(min(self.workers, len(ranks)), context, _start_worker)
+        pool = ProcessPoolExecutor(min(self.workers, len(ranks)), context, begin_worker)
         with progress_bar(total=self.tasks, initial=done, unit="task", desc=stage) as bar:
             try:
-                for future in as_completed(_submit(pool, ranks)):
+                for future in as_completed(submit(pool, _run_task, ranks)):
                     future.result()
                     bar.update()
             except BaseException:
@@ -141,27 +139,6 @@ class LocalTasks(WithoutSecrets, LocalPipelineExecutor):
 
 
 _executor: LocalTasks  # of the stage that runs
-_SIGNALS = {signal.SIGINT, signal.SIGTERM}
-
-
-def _submit(pool: ProcessPoolExecutor, ranks: Sequence[int]) -> list[Future[None]]:
-    """Submit the tasks to the pool, which starts its workers."""
-    # A worker has the handlers of the command until its own are set, and would print a traceback, or go on where
-    # Python ignores exceptions: it inherits that signals are blocked.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    try:
-        return [pool.submit(_run_task, rank) for rank in ranks]
-    except OSError as error:  # the first workers died, and the pool has closed its pipes
-        raise BrokenProcessPool from error
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _start_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends its workers
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-    threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
 def _run_task(rank: int) -> None:

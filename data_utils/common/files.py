@@ -246,6 +246,7 @@ def open_locked(path: Path, wait: bool = False) -> int:
             except OSError:  # a file system without locks: two commands are not kept apart, one is still safe
                 pass
             if is_named(path, descriptor):
+                _locks[descriptor] = os.fstat(descriptor)
                 return descriptor
             if not wait:  # its holder has ended and taken the name away between our open and our lock
                 raise BlockingIOError
@@ -253,6 +254,19 @@ def open_locked(path: Path, wait: bool = False) -> int:
             os.close(descriptor)
             raise
         os.close(descriptor)
+
+
+_locks: dict[int, os.stat_result] = {}  # the last file that was locked by a descriptor; it may be closed
+
+
+def leave_locks() -> None:
+    """In a fork: leave locks to the process that took them. They end with it, and not with its last worker."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor, file in _locks.items():
+        with contextlib.suppress(OSError):  # closed
+            if os.path.samestat(os.fstat(descriptor), file):
+                os.dup2(nothing, descriptor, inheritable=False)
+    os.close(nothing)
 
 
 def is_named(path: Path, descriptor: int) -> bool:

@@ -28,7 +28,8 @@ import hashlib
 from pathlib import Path
 
 import numpy as np
-from numba import njit
+
+from data_utils.common.compiler import njit
 
 MAX_ATTEMPT = 31  # attempt shares a 32-bit counter word with the chunk, which leaves 2**27 chunks per sample
 
@@ -54,17 +55,6 @@ _RNG = np.dtype(
         ],
     )
 )
-
-
-def derive_seed(seed: int, *names: str | int) -> int:
-    """A 64-bit Philox key for one purpose (`names`) of a run with `seed`. Distinct names give independent keys."""
-    hasher = hashlib.blake2b(digest_size=8)
-    for name in (seed, *names):
-        plain = int(name) if isinstance(name, np.integer) else name  # its repr names the type
-        encoded = repr(plain).encode()
-        # With lengths, so that ("ab", "c") and ("a", "bc") differ.
-        hasher.update(len(encoded).to_bytes(8, "little") + encoded)
-    return int.from_bytes(hasher.digest(), "little")
 
 
 def source_digest(*paths: str) -> int:

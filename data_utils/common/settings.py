@@ -373,7 +373,8 @@ def missing_settings(cls: type, tree: Mapping[str, Any], path: str) -> Iterator[
 def _unknown_key(key: str, value: Any, path: str, known: Mapping[str, Any], root: type) -> str:
     written_key = shorten(path + key) if key.isprintable() else shown(path + key)
     if "." in key and path + key in setting_names(root):
-        return f"unknown setting {written_key}: in a file write {_nested_text(path + key, value)}."
+        given = value if _takes(root, path + key, value) else "VALUE"
+        return f"unknown setting {written_key}: in a file write {_nested_text(path + key, given)}."
     too_many = f"the {len(known)} keys here have no such name: correct it, or remove it."
     if path and section_in(keys_of(root).get(key, (None,))[0]) is not None:
         names = [name for name, field in known.items() if "inline" not in field.metadata]
@@ -387,10 +388,9 @@ def _unknown_key(key: str, value: Any, path: str, known: Mapping[str, Any], root
         elsewhere = [name for name in elsewhere if not _is_list(root, name)]
     close = [path + name for name in difflib.get_close_matches(key, known, n=1, cutoff=0.6)]
     for nearest in (*elsewhere, *close):
-        # A key of a section that stands outside of all sections.
-        written = (
-            f": write {_nested_text(nearest, value)}" if not path and nearest.endswith(f".{key}") else ""
-        )
+        # A key of a section that stands outside of all sections, with a value that it can have there.
+        fits = not path and nearest.endswith(f".{key}") and _takes(root, nearest, value)
+        written = f": write {_nested_text(nearest, value)}" if fits else ""
         return f"unknown setting {written_key}; the nearest valid key is {nearest}{written}."
     if not known:
         return f"unknown setting {written_key}; there are no settings here: remove it."
@@ -404,6 +404,11 @@ def _is_list(root: type, name: str) -> bool:
     for section_name in sections:
         root = typing.cast(type, section_in(keys_of(root)[section_name][0]))
     return typing.get_origin(keys_of(root)[last][0]) is tuple
+
+
+def _takes(root: type, key: str, value: Any) -> bool:
+    """Whether a setting of the tree, given by its dotted key, may have a value."""
+    return not any(wrong_settings(root, nest(key, value), "", root))
 
 
 def _nested_text(key: str, value: Any) -> str:

@@ -73,7 +73,7 @@ class Axis:
         if number == last:
             return begin, self.epoch_cost, number * self.region
         # The last region is longer and stays last: all others then begin at multiples of one size, without a table.
-        key = derive_key(self.key(epoch), _REGIONS, 0)
+        key = np.uint64(derive_key(self.key(epoch), _REGIONS, 0))
         return begin, begin + self.region + self.lead, permute(number, last, key) * self.region
 
     def last_text(self, epoch: int, start: int, stop: int) -> int:

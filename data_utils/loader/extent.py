@@ -8,7 +8,7 @@ from pathlib import PurePath
 import numpy as np
 
 from data_utils.loader.loader import Datasets, SampleLoader
-from data_utils.loader.mixture import Index, Mixture, epoch_tokens
+from data_utils.loader.mixture import BLOCK_SIZE, Index, Mixture, epoch_tokens
 
 # Muennighoff et al. (arXiv:2305.16264): up to 4 epochs change the loss negligibly against new text; with more, what
 # they add falls towards nothing.
@@ -26,16 +26,16 @@ def extent(mixtures: Sequence[Mixture], samples: int, batch_size: int) -> Iterat
     counts = [stop - first for first, stop in zip(firsts, [*firsts[1:], samples], strict=True)]
     epochs_after = [mixture.epochs(count) for mixture, count in zip(mixtures, counts, strict=True)]
     dealt = [mixture.dealt(count) for mixture, count in zip(mixtures, counts, strict=True)]
-    indexes = mixtures[0].indexes
+    indexes, of_corpora = mixtures[0].indexes, np.sum(dealt, axis=0)
     corpora = [
         (str(index.dataset.prefix), epoch_tokens(index), epochs, index.num_windows)
         for index, epochs in zip(indexes, epochs_after[-1], strict=True)
     ]
     total = sum(tokens * epochs for _, tokens, epochs, _ in corpora)
     yield f"training reads {total:,.0f} tokens in {samples:,} samples"
-    for index, count, (name, tokens, epochs, windows) in list(
-        zip(indexes, np.sum(dealt, axis=0), corpora, strict=True)
-    )[:_SHOWN]:
+    for index, count, (name, tokens, epochs, windows) in list(zip(indexes, of_corpora, corpora, strict=True))[
+        :_SHOWN
+    ]:
         yield (
             f"{name}: {len(index.dataset):,} documents, {tokens:,} tokens, {windows:,} windows; {count:,} samples "
             f"({count / max(1, samples):.1%}), {tokens * epochs / max(1, total):.1%} of the tokens, "
@@ -54,7 +54,13 @@ def extent(mixtures: Sequence[Mixture], samples: int, batch_size: int) -> Iterat
         yield f"phase {number} reads {total:,.0f} tokens: {', '.join(listed)}"
         before = after
     yield from _left_out(indexes)
-    for name, tokens, epochs, windows in corpora:
+    for count, (name, tokens, epochs, windows) in zip(of_corpora, corpora, strict=True):
+        if not count:
+            yield (
+                f"warning: {name} is not read: its weight is 0, or max_epochs leaves it less than one sample, or one "
+                f"in {BLOCK_SIZE}."
+            )
+            continue
         if epochs > USEFUL_EPOCHS:
             yield (
                 f"warning: {name} is read {_times(epochs)}; text that is read up to {USEFUL_EPOCHS} times is worth "

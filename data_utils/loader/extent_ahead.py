@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from data_utils.common.random_streams import derive_seed
+from data_utils.common.seeds import derive_seed
 from data_utils.dataset.manifest import dataset_path
 from data_utils.loader.config import DataConfig, PhaseSamples
 from data_utils.loader.extent import extent

@@ -17,7 +17,7 @@ import numpy as np
 from data_utils.common.batch_fields import FIELDS
 from data_utils.common.checksums import identity
 from data_utils.common.errors import DataError
-from data_utils.common.random_streams import derive_seed
+from data_utils.common.seeds import derive_seed
 from data_utils.common.urls import is_url
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.local_copy import local_copy

@@ -63,7 +63,7 @@ def quotas(weights: Sequence[float], names: Sequence[object] = ()) -> np.ndarray
         name = f"the corpus {names[corpus]}" if names else f"a corpus of weight {weights[corpus]}"
         raise ConfigError(
             f"{name} has {shares[corpus] / BLOCK_SIZE:.2g} of the samples, but 1/{BLOCK_SIZE} is the least; raise its "
-            "weight or its share of the tokens, or remove the corpus."
+            "weight or its share of the tokens, or set it to 0."
         )
     return counts
 
@@ -85,6 +85,10 @@ def dealt_samples(seed: int, count: int, phase: int = 0) -> np.ndarray:
     slots, _ = block_table(np.arange(BLOCK_SIZE + 1), BLOCK_SIZE, np.uint64(key))
     last = np.bincount(slots[:remaining], minlength=BLOCK_SIZE)
     return np.concatenate([[0], np.cumsum(blocks + last)])
+
+
+def _epoch_key(seed: np.uint64, purpose: int, epoch: int) -> np.uint64:
+    return np.uint64(derive_key(seed, purpose, epoch))
 
 
 def epoch_tokens(index: Index) -> int:
@@ -208,7 +212,7 @@ class Mixture:
         streams = []
         for corpus, index in enumerate(self.indexes):
             assert isinstance(index, WindowIndex)
-            key = functools.partial(derive_key, self._key_seed, corpus + 1)
+            key = functools.partial(_epoch_key, self._key_seed, corpus + 1)
             axis = Axis(index.cost, region, index.document_overhead, key, index.text_end)
             streams.append(Stream(axis, index.window_length))
         return Mixture(self.corpora, self.seed, self.start, streams)

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from data_utils.common.compiler import njit
 from data_utils.common.errors import DataError
 from data_utils.common.setting_files import shown
 from data_utils.common.settings import check

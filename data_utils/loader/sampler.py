@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from data_utils.common.compiler import njit
 from data_utils.common.errors import ConfigError
 from data_utils.dataset.indexed_dataset import IndexedDataset
 
@@ -32,13 +32,13 @@ PHASE_BITS = 40  # of a block's number in a key; the number of its phase is in t
 BLOCK_ORDER = 0  # purpose of keys for the order within blocks; the windows of corpus c have the purpose c + 1
 
 # All compiled functions of sampling are in this file: numba's cache notices a change of the file of a cached function,
-# but not of another file that it calls into.
-#
-# The integer functions have explicit signatures: a key beyond 2^63 that comes from Python is a uint64.
+# but not of another file that it calls into. None has a signature: it would be compiled, or its code loaded, when this
+# file is imported, by commands that read no sample too. So Python passes keys and seeds as np.uint64: without a
+# signature an int is an int64.
 
 
 # ---- keyed permutation ----
-@njit("uint64(uint64)", cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def _mix(x):
     """SplitMix64's finaliser: uint64 -> uint64, a bijection that spreads every bit."""
     x = (x ^ (x >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
@@ -46,21 +46,21 @@ def _mix(x):
     return x ^ (x >> _U64(31))
 
 
-@njit("uint64(uint64, uint64)", cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def _below(limit, bits):
     """Random bits scaled to [0, limit) for limit < 2^32, without a slow division."""
     return ((bits >> _U64(32)) * limit) >> _U64(32)
 
 
-@njit("uint64(uint64, uint64, uint64)", cache=True, error_model="numpy")
+@njit(cache=True, error_model="numpy")
 def derive_key(seed, purpose, number):
-    """A uint64 key for `permute` from three integers in [0, 2^64); different triples give unrelated keys."""
+    """A key for `permute` from a uint64 and two integers in [0, 2^63); different triples give unrelated keys."""
     key = _mix(_U64(seed) + _GOLDEN)
     key = _mix(key ^ _U64(purpose))
     return _mix((key + _GOLDEN) ^ _U64(number))
 
 
-@njit("UniTuple(uint64, 2)(uint64)", cache=True, error_model="numpy")
+@njit(error_model="numpy")
 def _domain(size):
     """Rows and columns of the smallest domain near a square that holds [0, size)."""
     rows = _U64(np.sqrt(np.float64(size)))
@@ -70,7 +70,7 @@ def _domain(size):
     return rows, (size + rows - _U64(1)) // rows
 
 
-@njit("int64(int64, int64, uint64)", cache=True, error_model="numpy")
+@njit(cache=True, error_model="numpy")
 def permute(index, n, key):
     """The image of `index` under the permutation of [0, n) that `key` (uint64) selects, int64.
 
@@ -96,7 +96,7 @@ def permute(index, n, key):
             return np.int64(value)
 
 
-@njit("int64(int64, int64, uint64)", cache=True, error_model="numpy")
+@njit(cache=True, error_model="numpy")
 def unpermute(image, n, key):
     """The inverse of `permute`: the index of which `image` is the image, int64."""
     size = _U64(n)

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from data_utils.common.compiler import njit
 from data_utils.common.errors import DataError
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.sources import sources_of

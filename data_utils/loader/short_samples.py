@@ -11,18 +11,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from numba import njit
 
 from data_utils.common import random_streams
+from data_utils.common.compiler import njit
 from data_utils.common.random_streams import (
     below,
     chance,
     chance_threshold,
-    derive_seed,
     new_rng,
     seed_rng,
     source_digest,
 )
+from data_utils.common.seeds import derive_seed
 
 SHORTEST = 2  # tokens
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_utils.common.errors import ConfigError
-from data_utils.common.random_streams import derive_seed
+from data_utils.common.seeds import derive_seed
 from data_utils.common.setting_files import shown
 from data_utils.objectives.declared import declared_in
 from data_utils.objectives.interface import Objective, ObjectiveConfig

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from data_utils.common.batch_fields import (
     DOC,
@@ -23,6 +22,7 @@ from data_utils.common.batch_fields import (
     TOKENS,
     WEIGHTS,
 )
+from data_utils.common.compiler import njit
 from data_utils.common.random_streams import below, seed_rng
 
 # Without `_nrt`, numba's memory management, functions borrow their caller's arrays and can make none: counting

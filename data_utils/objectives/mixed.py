@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from numba import njit
 
 from data_utils.common import random_streams
 from data_utils.common.batch_fields import FIELDS
+from data_utils.common.compiler import njit
 from data_utils.common.errors import ConfigError
 from data_utils.common.random_streams import new_rng, seed_rng, source_digest, uniform
 from data_utils.common.settings import check

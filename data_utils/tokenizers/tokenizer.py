@@ -5,10 +5,10 @@ special_tokens.py decides which ids the special tokens have. Text never becomes 
 `encode_with_specials`, meant for generation prompts, gives [MASK], [sMASK] and [gMASK] their ids.
 
 Trade-offs: the libraries `tokenizers` and `sentencepiece` define the ids, so they agree with other users of the same
-files; fast/encoders.py gives the same ids faster where it can. A tokenizer holds native objects and cannot be pickled,
-so a worker calls `load_tokenizer` itself. `encode_batch` releases the GIL and uses one thread. The exception is the
-`tokenizers` library, which uses all cores. A program with one worker per core should set TOKENIZERS_PARALLELISM=false
-in the environment before the first encode.
+files; fast/encoders.py gives the same ids faster where it can. A tokenizer holds native objects and cannot be pickled:
+workers are forks, or call `load_tokenizer` themselves. `encode_batch` releases the GIL and uses one thread. The
+exception is the `tokenizers` library, which uses all cores. A program with one worker per core should set
+TOKENIZERS_PARALLELISM=false in the environment before the first encode.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from data_utils.common.errors import DataError
+from data_utils.tokenizers.fast.encoders import CheckedEncoder
 from data_utils.tokenizers.fast.library_encoders import Encoder
 from data_utils.tokenizers.published_tokens import added_to_published, own_special_tokens
 from data_utils.tokenizers.special_tokens import SpecialTokens, all_special_names
@@ -95,6 +96,11 @@ class Tokenizer(abc.ABC):
 
         Raises: ConfigError if it cannot encode as this tokenizer, or its package is missing.
         """
+
+    def use_fast_encoder(self) -> None:
+        """Make the fast encoder now, if there is one: processes that are forked afterwards share it."""
+        if isinstance(self._encoder, CheckedEncoder):
+            self._encoder.choose()
 
     @abc.abstractmethod
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:

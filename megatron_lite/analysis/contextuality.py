@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from data_utils.common.random_streams import derive_seed
+from data_utils.common.seeds import derive_seed
 
 
 def self_similarity(vectors: torch.Tensor) -> torch.Tensor:

@@ -5,19 +5,25 @@ docs/generate.py writes them to docs/coming_from.md; foreign_options.py answers 
 
 from __future__ import annotations
 
+import re
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 
 class Argument(NamedTuple):
     names: tuple[str, ...]  # with underscores, which also match dashes; `*` stands for any characters
-    # `key={}` takes the value as it is, `key=VALUE` stands for a flag, `key` alone needs the note; "" = no setting.
+    # All settings that train the same, with spaces between: `key={}` takes the value as it is, `key=VALUE` stands for a
+    # flag, `key` alone needs the note; "" = no setting.
     setting: str
     note: str = ""
 
     @property
-    def key(self) -> str:
-        return self.setting.partition("=")[0]
+    def keys(self) -> list[str]:
+        return [part.partition("=")[0] for part in self.settings("")]
+
+    def settings(self, value: str) -> list[str]:
+        """The settings with a value in them."""
+        return [part.replace("{}", value) for part in re.split(r" (?=[a-z_]+\.)", self.setting) if part]
 
 
 def _arguments(*rows: tuple[str, str] | tuple[str, str, str]) -> tuple[Argument, ...]:
@@ -46,12 +52,13 @@ SOURCES: dict[str, tuple[Argument, ...]] = {
         ("kv_channels", "model.head_dim={}"),
         ("num_query_groups", "model.num_key_value_heads={}"),
         ("group_query_attention", "", "model.num_key_value_heads alone decides"),
-        ("qk_layernorm", "model.query_key_norm=true", "RMSNorm"),
+        ("qk_layernorm", "model.query_key_norm=true", "an RMSNorm, whatever the others are"),
         ("embed_layernorm", "model.embedding_norm=true"),
         ("window_size", "model.attention_window", "tokens to each side"),
         ("decoder_num_layers", "model.decoder_layers={}"),
         ("max_position_embeddings", "model.max_position", _POSITIONS),
         ("seq_length encoder_seq_length", "data.sequence_length={}"),
+        ("decoder_seq_length", "", "it follows from data.sequence_length and the objective"),
         ("position_embedding_type", "model.positions", "learned_absolute is learned, rope is rotary"),
         ("use_rotary_position_embeddings", "model.positions=rotary"),
         ("no_position_embedding", "model.positions", "rotary or none"),
@@ -64,14 +71,21 @@ SOURCES: dict[str, tuple[Argument, ...]] = {
         ("rotary_percent", "model.rotary_share={}"),
         ("normalization", "model.rms_norm", "true for RMSNorm"),
         ("layernorm_epsilon norm_epsilon", "model.layernorm_epsilon={}"),
-        ("swiglu", "model.ffn=gated", "with model.activation=silu"),
-        ("glu_activation", "model.ffn=gated", "with model.activation, silu for swiglu"),
+        ("swiglu", "model.ffn=gated model.activation=silu"),
+        (
+            "glu_activation",
+            "model.ffn model.activation",
+            "gated, with silu for swiglu, gelu_erf for geglu and relu for reglu",
+        ),
         ("squared_relu quick_geglu", "", "there is no such activation"),
-        ("disable_bias_linear", "model.biases=none"),
-        ("add_qkv_bias", "model.biases=qkv", "with --disable-bias-linear"),
+        ("disable_bias_linear", "model.biases=none", "qkv with --add-qkv-bias"),
+        ("add_qkv_bias", "model.biases", "qkv with --disable-bias-linear, all without it"),
+        ("post_self_attn_layernorm post_mlp_layernorm", "model.sandwich_norm=true", "always both of them"),
+        ("rotary_interleaved", "", "rotary positions always are: leave it out"),
+        ("spec", "", "the section model describes the layers"),
         ("untie_embeddings_and_output_weights", "model.tie_word_embeddings=false"),
         ("init_method_std", "model.init_std={}"),
-        ("hidden_dropout", "model.output_dropout={}", "model.embedding_dropout too"),
+        ("hidden_dropout", "model.output_dropout={} model.embedding_dropout={}"),
         ("attention_dropout", "model.attention_dropout={}"),
         (
             "make_vocab_size_divisible_by pad_vocab_size_to padded_vocab_size",
@@ -91,9 +105,15 @@ SOURCES: dict[str, tuple[Argument, ...]] = {
         ("optimizer", "optimizer.kind", _OPTIMIZER),
         ("lr", "optimizer.lr={}"),
         ("min_lr", "schedule.min_lr_ratio", "a fraction of optimizer.lr"),
-        ("lr_decay_style", "schedule.kind={}", "inverse-square-root is inverse_sqrt, WSD is schedule.parts"),
+        (
+            "lr_decay_style",
+            "schedule.kind={}",
+            "inverse-square-root is inverse_sqrt, WSD is schedule.parts; without --min-lr it ends at 0: "
+            "schedule.min_lr_ratio=0",
+        ),
         ("lr_decay_iters", "schedule.decay_steps={}"),
         ("lr_warmup_iters", "schedule.warmup_steps={}"),
+        ("lr_warmup_init", "", "the warm-up begins at 0"),
         ("lr_warmup_fraction", "schedule.warmup_steps", "in steps"),
         ("lr_warmup_samples", "schedule.warmup_steps", _BY_SAMPLES),
         ("lr_decay_samples", "schedule.decay_steps", _BY_SAMPLES),
@@ -118,9 +138,10 @@ SOURCES: dict[str, tuple[Argument, ...]] = {
         ("recompute_granularity", "training.recompute={}"),
         ("checkpoint_activations", _RECOMPUTE),
         (
-            "recompute_method recompute_num_layers activations_checkpoint_method checkpoint_num_layers",
+            "recompute_method recompute_num_layers recompute_modules activations_checkpoint_method "
+            "checkpoint_num_layers",
             "",
-            "training.recompute applies to all blocks",
+            "training.recompute applies to all blocks; selective recomputes attention",
         ),
         ("calculate_per_token_loss", "", "training.loss_normalization=global_tokens is the default"),
         (
@@ -156,8 +177,8 @@ SOURCES: dict[str, tuple[Argument, ...]] = {
         ("use_distributed_optimizer", "parallel.zero_stage=1"),
         ("zero_stage", "parallel.zero_stage={}"),
         ("cpu_optimizer", "parallel.offload_optimizer=true"),
-        ("data_path train_data_path", "data.train=[{{prefix: {}}}]", _DATA),
-        ("valid_data_path", "data.validation=[{{prefix: {}}}]", _DATA),
+        ("data_path train_data_path", "data.train=[{prefix: {}}]", _DATA),
+        ("valid_data_path", "data.validation=[{prefix: {}}]", _DATA),
         ("train_weighted_split_paths train_weighted_split_paths_path", "data.train", _DATA),
         ("valid_weighted_split_paths valid_weighted_split_paths_path", "data.validation", _DATA),
         (
@@ -173,7 +194,7 @@ SOURCES: dict[str, tuple[Argument, ...]] = {
         ),
         ("tokenizer_type", "tokenizer.kind", "BertWordPiece is bert_wordpiece, GPT2BPE gpt2_bpe"),
         ("tokenizer_model vocab_file", "tokenizer.path={}"),
-        ("tokenizer_name_or_path", "tokenizer.path={}", "with tokenizer.kind=hf_json"),
+        ("tokenizer_name_or_path", "tokenizer.kind=hf_json tokenizer.path={}"),
         ("merge_file", "tokenizer.path", "the directory that also has vocab.json"),
         ("vocab_extra_ids", "tokenizer.added_tokens", "t5 has 100 sentinels"),
         ("vocab_size", "model.vocab_size={}"),
@@ -235,8 +256,8 @@ SOURCES: dict[str, tuple[Argument, ...]] = {
         ("warmup_ratio", "schedule.warmup_steps", "in steps; for fine-tuning finetune.warmup_share"),
         (
             "lr_scheduler_type",
-            "schedule.kind={}",
-            "constant_with_warmup is constant; linear and cosine schedules end at 0: schedule.min_lr_ratio=0",
+            "schedule.kind={} schedule.min_lr_ratio=0",
+            "constant_with_warmup is constant",
         ),
         ("weight_decay", "optimizer.weight_decay={}"),
         ("adam_beta1", "optimizer.beta1={}"),
@@ -301,7 +322,7 @@ SOURCES: dict[str, tuple[Argument, ...]] = {
         ("gradient_accumulation_steps", "batch.global_batch_size", _GLOBAL_BATCH),
         ("train_iters", "training.steps={}"),
         ("lr", "optimizer.lr={}"),
-        ("lr_decay_style", "schedule.kind={}", "inverse-square-root is inverse_sqrt, WSD is schedule.parts"),
+        ("lr_decay_style", "schedule.kind={}"),
         ("lr_decay_iters", "schedule.decay_steps={}"),
         ("lr_decay_ratio", "schedule.min_lr_ratio={}"),
         ("warmup", "schedule.warmup_steps", "in steps, not as a fraction"),
@@ -345,7 +366,9 @@ SOURCES: dict[str, tuple[Argument, ...]] = {
         ("task_mask", "", "each objective has its own mask token"),
         ("cloze_eval pattern_id", "", "set in the section task, for scripts/finetune.py"),
         ("epochs", "finetune.epochs={}"),
-        ("switch_linear num_workers no_lazy_loader resume_dataloader sandwich_ln", "", "leave it out"),
+        ("sandwich_ln", "model.sandwich_norm=true"),
+        ("switch_linear", "schedule.parts", "a part of the kind linear behind one of the kind cosine"),
+        ("num_workers no_lazy_loader resume_dataloader", "", "leave it out"),
     ),
     "LoRA of peft, TRL and LLaMA-Factory": _arguments(
         (
@@ -393,9 +416,9 @@ SOURCES: dict[str, tuple[Argument, ...]] = {
         ),
     ),
     "LoRA of Megatron-Bridge": _arguments(
-        ("dim", "model.lora.rank={}"),
-        ("alpha", "model.lora.alpha={}", "16 by default, there 32"),
-        ("dropout", "model.lora.dropout={}"),
+        ("dim", "model.lora.rank={}", "of LoRA"),
+        ("alpha", "model.lora.alpha={}", "of LoRA: 16 by default, there 32"),
+        ("dropout", "model.lora.dropout={}", "of LoRA"),
         ("dropout_position", "", "dropout is of the input of A, as with pre"),
         (
             "target_modules",

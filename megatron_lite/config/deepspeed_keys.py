@@ -68,6 +68,7 @@ OPTION_TYPES: dict[str, tuple[Any, dict[str, Any]]] = {
 }  # fmt: skip
 
 _BUCKETS = "at ZeRO 1 and 2 this project has its own buckets and communication order"
+_UNREAD_AT_3 = "only ZeRO 1 and 2 of DeepSpeed read it, which are this project's own"
 _PLACES = "it changes when gradients are averaged, which happens in fp32 here"
 _CHECKPOINTS = "checkpoints are not DeepSpeed's, see the section checkpoint"
 _RECOMPUTE = "use training.recompute"
@@ -133,12 +134,12 @@ KEYS = {
     "zero_optimization.reduce_bucket_size": _passed_on("size"),
     "zero_optimization.contiguous_gradients": _stage_3("flag", True, reason=_BUCKETS),
     "zero_optimization.reduce_scatter": _stage_3("flag", True, reason=_BUCKETS),
-    "zero_optimization.overlap_comm": _stage_3("flag", True, False, reason=_BUCKETS),
-    "zero_optimization.allgather_partitions": _no_effect("flag", True, reason=_BUCKETS),
-    "zero_optimization.allgather_bucket_size": _no_effect("count", 500_000_000, reason=_BUCKETS),
-    "zero_optimization.use_multi_rank_bucket_allreduce": _no_effect("flag", True, reason=_BUCKETS),
-    "zero_optimization.round_robin_gradients": _no_effect("flag", False, reason=_BUCKETS),
-    "zero_optimization.parameter_alignment": _no_effect("flag", False, reason=_BUCKETS),
+    "zero_optimization.overlap_comm": _stage_3("flag", False, reason=_BUCKETS),
+    "zero_optimization.allgather_partitions": _no_effect("flag", True, reason=_UNREAD_AT_3),
+    "zero_optimization.allgather_bucket_size": _no_effect("count", 500_000_000, reason=_UNREAD_AT_3),
+    "zero_optimization.use_multi_rank_bucket_allreduce": _no_effect("flag", True, reason=_UNREAD_AT_3),
+    "zero_optimization.round_robin_gradients": _no_effect("flag", False, reason=_UNREAD_AT_3),
+    "zero_optimization.parameter_alignment": _no_effect("flag", False, reason=_UNREAD_AT_3),
     "zero_optimization.ignore_unused_parameters": _no_effect(
         "flag", True, reason="unused parameters follow from the configuration"
     ),
@@ -207,7 +208,7 @@ KEYS = {
         "mean",
         remedy="a sum would multiply gradients by the number of ranks: remove it, or raise optimizer.lr",
     ),
-    "disable_allgather": _no_effect("flag", False, reason=_BUCKETS),
+    "disable_allgather": _no_effect("flag", False, reason=_UNREAD_AT_3),
     "sparse_gradients": _no_effect("flag", False, reason="embedding gradients are dense"),
     # layout
     "tensor_parallel.autotp_size": _setting("count", "parallel.tensor_parallel_size"),

@@ -105,7 +105,11 @@ def sort_options(options: Mapping[str, Any]) -> SortedOptions:
         is_foreign = option is None and not isinstance(value, Mapping) and key not in _TOP_LEVEL
         argument = find_argument(key.replace("-", "_")) if is_foreign else None
         if argument is not None:
-            remedy = f"set {argument.key} instead, and remove it" if argument.setting else argument.note
+            remedy = (
+                f"set {' and '.join(argument.keys)} instead, and remove it"
+                if argument.setting
+                else argument.note
+            )
             result.problems.append(f"deepspeed.{written} is no option of DeepSpeed: {remedy}.")
             continue
         try:

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from data_utils.common.errors import ConfigError
 from data_utils.common.setting_files import shorten
-from data_utils.common.settings import setting_names, to_yaml_scalar
+from data_utils.common.settings import parse_override, setting_names, to_yaml_scalar, wrong_settings
 from megatron_lite.config.coming_from import BY_NAME, Argument, find_argument
 from megatron_lite.config.tree import Config
 
@@ -86,25 +86,42 @@ def _answer(option: str, values: list[str]) -> str:
     argument = find_argument(name)
     keys = list(setting_names(Config))
     if argument is None:
-        matching = [key for key in keys if name in (key, key.rpartition(".")[2], key.replace(".", "_"))]
+        matching = [key for key in keys if name in (key, key.replace(".", "_"))]
+        matching = matching or [key for key in keys if name == key.rpartition(".")[2]]
         if not matching:
             near = difflib.get_close_matches(name, [*BY_NAME, *(key.rpartition(".")[2] for key in keys)], n=1)
             hint = _answer(near[0], []) if near else "docs/settings.md lists all settings"
             return f"{typed} is not known ({'the nearest: ' if near else ''}{hint})"
+        if len(matching) > 1:
+            return f"{typed} is one of {shorten(', '.join(matching), 200)}"
         argument = Argument((name,), f"{matching[0]}={{}}")
+    note = f" ({argument.note})" if argument.note else ""
     if not argument.setting:
         return f"{typed}: {argument.note}"
-    if "{}" in argument.setting and values:
-        if argument.key in ("data.train", "data.validation"):
-            return f"{typed} is {argument.key}=[{', '.join(_datasets(values))}] ({argument.note})"
-        text = values[0] if len(values) == 1 else f"[{', '.join(values)}]"
-        return f"{typed} is {argument.setting.format(text)}" + (
-            f" ({argument.note})" if argument.note else ""
-        )
-    if "=" in argument.setting and "{}" not in argument.setting:
-        if [value.lower() for value in values] in (["false"], ["0"]):
-            return f"{typed}: leave it out"
-        return f"{typed} is {argument.setting}"
-    if argument.key == "model.max_position" and len(values) == 1 and values[0].isdecimal():
-        return f"{typed} is {argument.key}={to_yaml_scalar(int(values[0]) - 1)}"
-    return f"{typed} is {argument.key}" + (f" ({argument.note})" if argument.note else "=VALUE")
+    is_flag = "=" in argument.setting and "{}" not in argument.setting
+    if is_flag and [value.lower() for value in values] in (["false"], ["0"]):
+        return f"{typed}: leave it out"
+    if argument.keys in (["data.train"], ["data.validation"]) and "{}" in argument.setting and values:
+        return f"{typed} is {argument.keys[0]}=[{', '.join(_datasets(values))}]{note}"
+    if argument.keys == ["model.max_position"] and len(values) == 1 and values[0].isdecimal():
+        return f"{typed} is model.max_position={to_yaml_scalar(int(values[0]) - 1)}"
+    written = " and ".join(argument.keys)
+    if is_flag or ("{}" in argument.setting and values):
+        settings = argument.settings(values[0] if len(values) == 1 else f"[{', '.join(values)}]")
+        wrong = _refusal(settings)
+        if not wrong:
+            return f"{typed} is {' '.join(settings)}{note}"
+        return f"{typed} is {written}{note or f': {wrong}'}"  # a value of another name, or none
+    return f"{typed} is {written}{note or '=VALUE'}"
+
+
+def _refusal(settings: Sequence[str]) -> str:
+    """Why a setting cannot have its value, in words; "" = each can."""
+    for text in settings:
+        try:
+            tree = parse_override(text)
+        except ConfigError as error:
+            return str(error).rstrip(".")
+        for _, sentence in wrong_settings(Config, tree, "", Config):
+            return sentence.rstrip(".")
+    return ""

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 from data_utils.common.errors import ConfigError
 from data_utils.common.setting_files import shown
 from data_utils.common.settings import check
-from data_utils.objectives import OBJECTIVES
+from data_utils.objectives import OBJECTIVES, objective_class
 from megatron_lite.config.attention import check_attention
 from megatron_lite.config.lora import updated_parts
+from megatron_lite.config.systems import ENCODER_DECODERS, can_mean, usual_objective
 
 if TYPE_CHECKING:  # tree.py imports this module
     from megatron_lite.config.tree import Config
@@ -40,6 +41,7 @@ def check_together(config: Config) -> None:
     _check_second_stack(config)
     for choice in config.objective_choices:
         choice.section.check_run(config)
+    _check_system(config)
 
 
 def _check_steps(config: Config) -> None:
@@ -112,6 +114,35 @@ def _check_objectives(config: Config) -> None:
         "no objective starts at sample 0; give one of objectives a positive weight and no entry in "
         "objective_starts.",
     )
+
+
+def _check_system(config: Config) -> None:
+    """A run of a published system trains what its class computes: an export reads texts as training did."""
+    system, model = config.model.system, config.model
+    if config.task is not None:
+        return
+    check(
+        system not in ENCODER_DECODERS or model.decoder_layers > 0,
+        f"model.decoder_layers is 0, but model.system {system} has a decoder; set "
+        f"model.decoder_layers={model.num_layers}.",
+    )
+    for choice in config.objective_choices:
+        text_format = objective_class(choice.name).text_format_for(choice.section)
+        if text_format is None or choice.section.model_module is not None:
+            continue
+        check(
+            can_mean(system, choice.name, text_format.input_format),
+            f"objectives has {choice.name}, but the class of model.system {system} does not read texts so; set "
+            f"{alone(config, usual_objective(system))}, or describe the model by its options, without model.system.",
+        )
+
+
+def alone(config: Config, name: str) -> str:
+    """What to write on a command line for a run of one objective: mappings merge, so the others get 0."""
+    others = [
+        f"objectives.{other}=0" for other, weight in config.objectives.items() if weight and other != name
+    ]
+    return " ".join([*others, f"objectives.{name}=1"])
 
 
 def _check_heads(config: Config) -> None:
@@ -391,8 +422,8 @@ def _check_second_stack(config: Config) -> None:
         if getattr(config, name) is not None:
             objectives = _objectives_with("has_second_stack")
             raise ConfigError(
-                f"{name} is set, but only the objective {objectives} uses it; set it to null, or objectives to "
-                f"{{{objectives.partition(' ')[0]}: 1}}."
+                f"{name} is set, but only the objective {objectives} uses it; set {name}=null, or "
+                f"{alone(config, objectives.partition(' ')[0])}."
             )
 
 

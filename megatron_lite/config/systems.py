@@ -1,12 +1,15 @@
-"""Model options of the published systems, filled in by `model.system`.
+"""Model options of the published systems, filled in by `model.system`, and the objective that each is trained on.
 
-An option that the configuration itself gives has precedence. Sizes are in configs/.
+What the configuration itself gives has precedence. Sizes are in configs/.
 Sources: the transformers classes of these systems, and for UniLM, SpanBERT and ERNIE 2.0 the authors' public code.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+from data_utils.common.settings import merge
 
 _BERT: dict[str, Any] = {
     "norm": "post", "embedding_norm": True, "layernorm_epsilon": 1e-12, "activation": "gelu_erf",
@@ -109,3 +112,74 @@ LEFT_OUT |= dict.fromkeys(("elmo", "ulmfit", "siatl"), _LSTM)
 # gelu_erf, whatever hidden_act is.
 _GELU_ERF_HEADS = ("roberta", "xlm_roberta", "camembert", "electra", "electra_generator")
 FIXED: dict[str, dict[str, Any]] = {name: {"activation": "gelu_erf"} for name in _GELU_ERF_HEADS}
+
+# Systems whose classes read a text from left to right.
+CAUSAL = (
+    "gpt", "gpt2", "llama", "mistral", "qwen2", "qwen3", "modernbert_decoder", "glm4", "glm4_0414",
+)  # fmt: skip
+ENCODER_DECODERS = ("bart", "mass", "t5", "t5_1_1", "mt5")
+_GLMS = ("glm", "glm130b")
+# Objectives of systems that are neither causal nor plain masked language models.
+_OBJECTIVES = {
+    "albert": "albert", "electra": "electra", "ernie": "ernie", "ernie2": "ernie", "spanbert": "spanbert",
+    "unilm": "unilm", "unilmv2": "unilmv2", "xlnet": "xlnet", "bart": "bart", "mass": "mass",
+    **dict.fromkeys(("t5", "t5_1_1", "mt5"), "t5"), **dict.fromkeys(CAUSAL, "causal"),
+}  # fmt: skip
+# Settings in which a system's recipe differs from the objective's defaults.
+_RECIPES: dict[str, dict[str, Any]] = {
+    "modernbert": {"masked_ratio": 0.3},
+    "neobert": {"masked_ratio": 0.2, "mask_token_prob": 1.0, "random_token_prob": 0.0},
+    "bart": {"predict_cls": True},
+}
+# Objective -> its setting that turns on the labels of the head on CLS.
+_SENTENCE_LABELS = {
+    "masked_lm": "next_sentence", "ernie": "next_sentence", "unilm": "next_sentence", "albert": "sentence_order",
+}  # fmt: skip
+
+
+def usual_objective(system: str | None) -> str:
+    """The objective on which a system's paper trains it; blank infilling without a system."""
+    if system is None or system in _GLMS:
+        return "blank_infilling"
+    return _OBJECTIVES.get(system, "masked_lm")
+
+
+def can_mean(system: str | None, name: str, input_format: str) -> bool:
+    """Whether a system's body reads texts as an objective does, so that its class means what was trained.
+
+    Args: name, input_format: of the objective; the format of TextFormat.
+    """
+    if system is None or system in _GLMS or system in ENCODER_DECODERS:  # rules.py checks what decoders train
+        return True
+    if system in CAUSAL:
+        return input_format == "causal" or reads_both_ways(system, name)
+    return input_format in ("bert", "unilm", "unilmv2")
+
+
+def reads_both_ways(system: str | None, name: str) -> bool:
+    """Whether a causal system may be trained on an objective that is not: LLaDA is a Llama, GLM-4 was a GLM."""
+    is_glm = system in ("glm4", "glm4_0414") and name == "blank_infilling"
+    return is_glm or (system in CAUSAL and name == "masked_diffusion")
+
+
+def with_objective(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A tree of settings with the objective of `model.system` and that objective's section, if it names none."""
+    found = tree.get("model")
+    model: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
+    system = model.get("system")
+    if tree.get("objectives", {}) != {} or not isinstance(system, str) or system not in SYSTEMS:
+        return dict(tree)
+    if system in _GLMS:
+        return dict(tree)
+    name = usual_objective(system)
+    section = dict(_RECIPES.get(system, {}))
+    has_label = False
+    if name in _SENTENCE_LABELS:
+        classes = model.get("sentence_classes", SYSTEMS[system].get("sentence_classes", 0))
+        has_label = classes != 0
+        section[_SENTENCE_LABELS[name]] = has_label
+    chosen: dict[str, Any] = {"objectives": {name: 1.0}, name: section}
+    # The label weighs as much as all masked tokens, as in the class's loss.
+    if has_label and not tree.get("task"):
+        chosen["training"] = {"loss_normalization": "per_objective"}
+    return merge(chosen, {key: value for key, value in tree.items() if key != "objectives"})

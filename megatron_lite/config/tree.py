@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.common.errors import ConfigError
-from data_utils.common.setting_files import load_yaml, setting_lines, shorten, yaml_path
+from data_utils.common.setting_files import listed, load_yaml, setting_lines, shorten, yaml_path
 from data_utils.common.settings import (
     REQUIRED,
     SettingsError,
     build,
     inline_sections,
+    keys_of,
     leaves,
     merge,
     parse_override,
@@ -33,7 +34,7 @@ from data_utils.objectives.interface import ObjectiveConfig
 from data_utils.tasks.config import TaskConfig
 from data_utils.tokenizers.tokenizer_readers import TokenizerConfig
 from megatron_lite.config.deepspeed_file import with_deepspeed
-from megatron_lite.config.deepspeed_keys import KEYS
+from megatron_lite.config.deepspeed_keys import ALIASES, KEYS
 from megatron_lite.config.deepspeed_options import deepspeed_options
 from megatron_lite.config.events import EventsConfig
 from megatron_lite.config.finetuning import FinetuneConfig
@@ -41,7 +42,7 @@ from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.phase_plan import PhasePlan
 from megatron_lite.config.phases import PhaseConfig
-from megatron_lite.config.rules import check_together
+from megatron_lite.config.rules import alone, check_together
 from megatron_lite.config.schedule import ScheduleConfig
 from megatron_lite.config.sections import (
     BatchConfig,
@@ -55,7 +56,10 @@ from megatron_lite.config.sections import (
     TrackersConfig,
     TrainingConfig,
 )
+from megatron_lite.config.systems import with_objective
 from megatron_lite.config.varying_phase_plan import VaryingPhasePlan
+
+_FEW = 3  # wrong keys of a file, below which each is named
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,8 +78,8 @@ class Config:
     )
     data: DataConfig = section(DataConfig)
     objectives: dict[str, Any] = setting_mapping(
-        "Objective -> share of the samples, relative to the others; {} = blank_infilling only. The section "
-        "of the same name configures an objective."
+        "Objective -> share of the samples, relative to the others; {} = the one of model.system's paper, without a "
+        "system blank_infilling. The section of the same name configures an objective."
     )
     objective_starts: dict[str, Any] = setting_mapping(
         "Objective -> first sample at which it takes part; 0 if not listed (a cumulative schedule of "
@@ -252,6 +256,7 @@ def load_config(
             raise with_locations(
                 SettingsError(problems, str(error)), setting_locations(files), typed
             ) from None
+    tree = with_objective(tree)
     require_objectives(tree)
     try:
         config = build(Config, tree)
@@ -316,10 +321,7 @@ def load_tree(
     """
     file_tree: dict[str, Any] = {}
     for path in files:
-        tree = load_yaml(path)
-        if _is_deepspeed_file(tree):
-            raise ConfigError(f"{path} is a DeepSpeed file; pass it as --deepspeed_config {path}.")
-        file_tree = merge(file_tree, tree)
+        file_tree = merge(file_tree, load_file(path))
     typed: dict[str, Any] = {}
     for override in overrides:
         typed = merge(typed, parse_override(override))
@@ -345,10 +347,23 @@ def load_tree(
     return merge(tree, {"schedule": {"warmup_steps": scaled_warmup}}), typed, file_steps, [note]
 
 
-def _is_deepspeed_file(tree: Mapping[str, Any]) -> bool:
-    """Whether a file has keys that only DeepSpeed knows, and none that only this project does."""
-    theirs, ours = {key.partition(".")[0] for key in KEYS}, Config.__dataclass_fields__.keys()
-    return bool(tree.keys() & (theirs - ours)) and not tree.keys() & (ours - theirs)
+def load_file(path: str | Path) -> dict[str, Any]:
+    """A YAML file of settings. Raises: ConfigError, in one short line for a file of another program."""
+    coming_from = "docs/coming_from.md names the settings to write for files of other programs."
+    suffix = Path(path).suffix.lower()
+    if suffix in (".toml", ".sh", ".py"):
+        raise ConfigError(f"configuration file {path} is not YAML; {coming_from}")
+    tree = load_yaml(path)
+    others = [str(key) for key in tree if key not in keys_of(Config)]
+    deepspeeds = {key.partition(".")[0] for key in (*KEYS, *ALIASES)}
+    if others and suffix not in (".yaml", ".yml") and 2 * len(deepspeeds.intersection(tree)) > len(tree):
+        raise ConfigError(f"{path} is a DeepSpeed file; pass it as --deepspeed_config {path}.")
+    if len(others) < _FEW or 2 * len(others) <= len(tree):
+        return tree  # with mistakes, which are named one by one
+    raise ConfigError(
+        f"configuration file {path} has {len(others)} keys that are no sections of settings, such as "
+        f"{listed(others[:3], 100)}; settings stand in sections, as in configs/, and {coming_from}"
+    )
 
 
 def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -381,8 +396,8 @@ def _require_chosen(typed: Mapping[str, Any], config: Config) -> None:
     for name in typed.keys() & OBJECTIVES.keys():
         if name not in chosen and config.task is None:
             raise ConfigError(
-                f"{name} is set, but the run trains {', '.join(chosen)}; set objectives={{{name}: 1}} to train "
-                "it, or remove the setting."
+                f"{name} is set, but the run trains {', '.join(chosen)}; set {alone(config, name)} to train it, or "
+                "remove the setting."
             )
 
 

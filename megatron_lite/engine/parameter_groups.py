@@ -13,6 +13,7 @@ from megatron_lite.config.tree import Config
 from megatron_lite.engine import nvidia_apex
 from megatron_lite.model.build import model_spec
 from megatron_lite.optim.lr_multipliers import NO_MULTIPLIERS, LrMultipliers
+from megatron_lite.optim.uncompiled import AdamW
 
 
 def parameter_groups(
@@ -49,4 +50,4 @@ def make_adamw(groups: list[dict[str, Any]], settings: OptimizerConfig) -> torch
     common: dict[str, Any] = {"lr": 0.0, "betas": (settings.beta1, settings.beta2)}
     if settings.kernel == "apex":
         return nvidia_apex.make_adamw(groups, **common)
-    return torch.optim.AdamW(groups, fused=True, **common)
+    return AdamW(groups, fused=True, **common)

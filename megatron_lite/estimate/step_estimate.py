@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from data_utils.common.errors import ConfigError
 from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.rules import alone
 from megatron_lite.config.tree import Config
 from megatron_lite.estimate.average_sequence import AverageSequence
 from megatron_lite.estimate.communication import traffic
@@ -29,9 +30,11 @@ EFFICIENCY = 0.4
 def require_no_decoder_config(config: Config) -> None:
     """Raise ConfigError for an encoder and a decoder that read separate texts (OPTIMUS)."""
     if config.decoder is not None:
+        nothing = "decoder=null decoder_tokenizer=null"
         raise ConfigError(
-            "decoder is set, but an estimate covers a single Transformer; estimate the encoder with decoder=null "
-            "'objectives={masked_lm: 1}', and the decoder with its options as model and 'objectives={causal: 1}'."
+            f"decoder is set, but an estimate covers a single Transformer; estimate the encoder with {nothing} "
+            f"{alone(config, 'masked_lm')} masked_lm.next_sentence=false, and the decoder, its options as model, with "
+            f"{nothing} {alone(config, 'causal')}."
         )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from data_utils.common.random_streams import derive_seed
+from data_utils.common.seeds import derive_seed
 from data_utils.tasks.base import TaskRecord, TaskSample
 from data_utils.tasks.templates.collate import collate
 from data_utils.tasks.templates.render import Renderer

@@ -232,8 +232,8 @@ class Evaluation:
         for number, output in enumerate(outputs):
             if np.isnan(output).any():
                 raise DataError(
-                    f"the model predicts NaN for sample {number}: its training has diverged; lower optimizer.lr and "
-                    "start from an earlier checkpoint."
+                    f"the model predicts NaN for sample {number}: in fp16 set training.precision=bf16; otherwise its "
+                    "training has diverged: lower optimizer.lr and start from an earlier checkpoint."
                 )
         return outputs
 

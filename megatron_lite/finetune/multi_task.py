@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from data_utils.common.errors import ConfigError, expanded_path
-from data_utils.common.random_streams import derive_seed
+from data_utils.common.seeds import derive_seed
 from data_utils.common.setting_files import load_yaml, shown
 from data_utils.common.settings import check, merge
 from megatron_lite.config.tree import Config

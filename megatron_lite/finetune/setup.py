@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from data_utils.common.errors import ConfigError
-from data_utils.common.random_streams import derive_seed
+from data_utils.common.seeds import derive_seed
 from data_utils.common.setting_files import load_json, load_yaml, shown, yaml_path
 from data_utils.common.settings import SettingsError, build, check, merge, parse_override, to_tree
 from data_utils.tasks.base import TaskRecord
@@ -28,7 +28,8 @@ from megatron_lite.checkpoint.manifest import RESULTS
 from megatron_lite.checkpoint.resolve_path import PathType, path_type
 from megatron_lite.config.deepspeed_file import with_deepspeed
 from megatron_lite.config.sections import BatchConfig
-from megatron_lite.config.tree import Config, setting_locations, with_locations
+from megatron_lite.config.systems import with_objective
+from megatron_lite.config.tree import Config, load_file, setting_locations, with_locations
 from megatron_lite.finetune.multi_task import batches_per_epoch, join_configs, with_sections
 from megatron_lite.models.electra.config import discriminator_alone
 from megatron_lite.models.optimus.config import encoder_alone
@@ -145,7 +146,7 @@ def load_tree(
     if pretrained is not None:
         tree["model"] = {**tree["model"], **HEADLESS}
     for path in model_files:
-        tree = merge(tree, load_yaml(path))
+        tree = merge(tree, load_file(path))
     task_file = next(iter(tasks), task_file)
     task_tree: dict[str, Any] = {} if task_file is None else load_yaml(task_file, "tasks")
     if tasks:
@@ -161,7 +162,7 @@ def load_tree(
         raise ConfigError("no task given; pass --task FILE with a section task (see configs/tasks/).")
     if deepspeed_config is not None or tree.get("deepspeed"):
         tree = with_deepspeed(tree, changes, deepspeed_config, processes, say)
-    return tree
+    return with_objective(tree)
 
 
 def without_pretraining(tree: Mapping[str, Any]) -> dict[str, Any]:

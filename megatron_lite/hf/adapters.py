@@ -48,9 +48,12 @@ from megatron_lite.hf.files.lora import (
     split_updates,
 )
 from megatron_lite.hf.files.weights import (
+    ADAPTER_SOURCE,
     DTYPES,
+    IMPORTED_FILES,
     METADATA,
     PADDING_ROWS,
+    SOURCE,
     Weights,
     check_shapes,
     new_directory,
@@ -60,16 +63,19 @@ from megatron_lite.hf.files.weights import (
     write_json,
 )
 from megatron_lite.hf.model_format import format_of_run
-from megatron_lite.hf.published.runs import IMPORTED_FILES, class_layout, stack_of
+from megatron_lite.hf.published.runs import class_layout, stack_of
 from megatron_lite.hf.published.systems import SYSTEMS_BY_NAME
 from megatron_lite.hf.published.tensor_map import class_modules
 from megatron_lite.inference.open_run import OpenRun, open_run
 from megatron_lite.model.flops import parameter_shapes
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-SOURCE = "source.json"  # in a run: the repository and commit of the hub that its first weights are from
 _PREFIX = "base_model.model."  # of all names in peft's files
+_TASK_TYPES = {"classes": "SEQ_CLS", "values": "SEQ_CLS", "tags": "TOKEN_CLS", "spans": "QUESTION_ANS"}
+# They learn inputs, or mix adapters by the input, which no weights can hold.
+_NEVER_MERGED = ("PROMPT", "PREFIX", "P_TUNING", "CPT", "XLORA")
 _ENDS = {".lora_A.weight": "a", ".lora_B.weight": "b"}
+_MERGE = "merge the adapter with peft (merge_and_unload), and import what save_pretrained then writes"
 # Fields of adapter_config.json that an import reads, or that change nothing of what was trained. Of all others it takes
 # the empty values alone, since each means another function.
 _READ = frozenset(
@@ -144,7 +150,8 @@ def write_adapter(directory: Path, run: OpenRun, weights: Weights, dtype: str) -
             "lora_dropout": settings.dropout,
             "use_rslora": settings.rank_stabilized,
             "target_modules": _target_modules(run.config.model, names.modules, chosen),
-            "modules_to_save": sorted({name.rpartition(".")[0] for name in names.head}) or None,
+            "task_type": _task_type(run),
+            "modules_to_save": sorted({*map(_saved_module, names.head)}) or None,
             "fan_in_fan_out": any(module.is_transposed for module in chosen.values()),
             "bias": "none",
             "init_lora_weights": True,
@@ -172,6 +179,23 @@ def _origin(run: OpenRun) -> dict[str, Any]:
     path = directory / SOURCE
     source = read_json(path) if is_untrained and path.exists() else {}
     return {"base_model_name_or_path": source.get("repository"), "revision": source.get("commit")}
+
+
+def _task_type(run: OpenRun) -> str | None:
+    """The class of peft that opens the adapter; None for masked language models, for which it has no class."""
+    model = run.config.model
+    if model.task_head != "none":
+        return _TASK_TYPES.get(model.task_head)
+    if model.decoder_layers:
+        return "SEQ_2_SEQ_LM"
+    is_causal = model.system in SYSTEMS_BY_NAME and SYSTEMS_BY_NAME[model.system].is_causal
+    return "CAUSAL_LM" if is_causal else None
+
+
+def _saved_module(name: str) -> str:
+    """The module of a tensor of a task's head; one of several layers is one module, as peft's own classes save it."""
+    first = name.partition(".")[0]
+    return first if first in ("classifier", "score") else name.rpartition(".")[0]
 
 
 def _target_modules(config: ModelConfig, modules: Modules, chosen: Modules) -> list[str]:
@@ -208,6 +232,7 @@ def import_adapter(source: Path, base: Path, output: Path, tree: Mapping[str, An
         config = _config(run, output, settings, given, tree)
         expected = parameter_shapes(config.model)
         new = {name: shape for name, shape in expected.items() if LORA in name or name in given.shapes}
+        _require_all_layers(given, new, source)
         check_shapes(given, new, source, "LoRA adapter")
         write_imported_run(
             directory,
@@ -215,6 +240,18 @@ def import_adapter(source: Path, base: Path, output: Path, tree: Mapping[str, An
             config,
         )
         _copy_files(run.checkpoint, directory)
+        write_json(directory / ADAPTER_SOURCE, {"repository": None, "commit": None})
+
+
+def _require_all_layers(given: Weights, new: Mapping[str, Any], source: Path) -> None:
+    """Raise CheckpointError for an adapter of some layers only."""
+    missing = {name.rpartition(".")[0] for name in new.keys() - given.shapes.keys() if LORA in name}
+    whole = {name.rpartition(LORA)[0] for name in missing}
+    if whole:
+        raise CheckpointError(
+            f"{source} has updates of some layers only, none of {listed(whole)}; only LoRA of all blocks alike can be "
+            f"imported: {_MERGE}."
+        )
 
 
 def _open_weights(source: Path) -> Weights:
@@ -240,6 +277,12 @@ def _read_settings(path: Path) -> LoraConfig:
     """
     fields = read_json(path)
     problems = []
+    kind = fields.get("peft_type")
+    if any(each in str(kind) for each in _NEVER_MERGED):
+        raise CheckpointError(
+            f"{path}: peft_type is {shown(kind)}, which is no change of weights, so that it can be neither imported "
+            "nor merged; train an adapter with peft_type LORA instead."
+        )
     for name, value in fields.items():
         allowed: tuple[Any, ...] = _ONE_OF.get(name, (None, False, {}, [], ""))
         if name not in _READ and value not in allowed:
@@ -248,8 +291,7 @@ def _read_settings(path: Path) -> LoraConfig:
     problems += [f"{name} is missing" for name in ("peft_type", "r", "lora_alpha") if name not in fields]
     if problems:
         raise CheckpointError(
-            f"{path}: {'; '.join(problems)}; only plain LoRA of all blocks alike can be imported: merge the adapter "
-            "with peft (merge_and_unload), and import what save_pretrained then writes."
+            f"{path}: {'; '.join(problems)}; only plain LoRA of all blocks alike can be imported: {_MERGE}."
         )
     tree = {
         "rank": fields["r"],
@@ -288,8 +330,8 @@ def _our_tensors(source: Path, adapter: Weights, names: ClassNames) -> Weights:
     if unknown:
         raise CheckpointError(
             f"{source} has {listed(unknown)}, but --base has no linear layer of a block and no head of that name; give "
-            "the run of the model that the adapter was trained on, with its head. An adapter that also has embeddings "
-            "or norms cannot be imported: merge it with peft (merge_and_unload), and import the result."
+            "the run of the model that the adapter was trained on, with its head. An adapter that also has embeddings, "
+            f"norms, or updates of a head's layers (peft's all-linear has these) cannot be imported: {_MERGE}."
         )
     if repeated:
         raise CheckpointError(

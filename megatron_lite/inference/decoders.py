@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 
 from data_utils.common.errors import ConfigError, DataError
-from data_utils.common.random_streams import derive_seed
+from data_utils.common.seeds import derive_seed
 from data_utils.objectives import OBJECTIVES, ObjectiveChoice
 from data_utils.objectives.interface import TextFormat, first_known, role_token
 from data_utils.tokenizers.special_tokens import NO_TOKEN, SpecialTokens

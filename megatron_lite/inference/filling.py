@@ -15,7 +15,7 @@ from dataclasses import asdict
 import torch
 
 from data_utils.common.errors import ConfigError, DataError
-from data_utils.common.random_streams import derive_seed
+from data_utils.common.seeds import derive_seed
 from data_utils.tokenizers.special_tokens import SpecialTokens
 from data_utils.tokenizers.tokenizer import Tokenizer
 from megatron_lite.config.generation import GenerationConfig

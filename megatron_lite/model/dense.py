@@ -26,6 +26,14 @@ class Linear(nn.Module):
         return linear(x if self.factor == 1.0 else x * self.factor, self.weight, self.bias)
 
 
+def embedding_table(rows: int, size: int) -> nn.Embedding:
+    """A table whose weights init.py or a checkpoint sets, as those of all layers here.
+
+    nn.Embedding draws some, for which torch imports torch._dynamo where the device is "meta": 3 CPU seconds.
+    """
+    return nn.Embedding.from_pretrained(torch.empty(rows, size), freeze=False)
+
+
 class Transform(nn.Module):
     """norm(activation(dense(x)))."""
 

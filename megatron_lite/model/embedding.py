@@ -15,7 +15,7 @@ from torch import nn
 from data_utils.common.batch_fields import ID_FIELDS, ORD
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention_backends.interface import EncoderDecoderPlan
-from megatron_lite.model.dense import Linear
+from megatron_lite.model.dense import Linear, embedding_table
 from megatron_lite.model.forward_context import ForwardContext, local_lengths, local_tokens, order_by_rank
 from megatron_lite.model.kernels.fused import dropout_add
 from megatron_lite.model.norms import LayerNorm, RMSNorm, make_norm
@@ -134,7 +134,7 @@ class PositionEmbeddings(nn.Module):
 
 
 def _table(rows: int, config: ModelConfig) -> nn.Embedding | None:
-    return nn.Embedding(rows, config.embedding_size or config.hidden_size) if rows else None
+    return embedding_table(rows, config.embedding_size or config.hidden_size) if rows else None
 
 
 class Embedding(PositionEmbeddings):

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from data_utils.common.random_streams import derive_seed
+from data_utils.common.seeds import derive_seed
 from megatron_lite.config.lora import LORA
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.mup import is_hidden

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from data_utils.common.batch_fields import ID_FIELDS, OBJECTIVE, SEGMENT_IDS, TARGETS, TOKENS
-from data_utils.common.random_streams import derive_seed
+from data_utils.common.seeds import derive_seed
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention_backends.cross_attention import constant_length, plan_encoder_decoder
 from megatron_lite.model.attention_backends.interface import EncoderDecoderPlan, HostPlan

@@ -13,7 +13,7 @@ from torch import nn
 
 from data_utils.common.losses import CLASS_HEADS, MOST_LOSSES, SENTENCE_LEVEL
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.dense import Linear, Transform
+from megatron_lite.model.dense import Linear, Transform, embedding_table
 from megatron_lite.model.kernels import fused
 from megatron_lite.model.kernels.dropout import Dropout, FeatureDropout
 from megatron_lite.model.task_batch import TaskInputs
@@ -191,7 +191,7 @@ class SpanBoundaryHead(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.place_embeddings = nn.Embedding(config.span_boundary_places, SPAN_POSITION_SIZE)
+        self.place_embeddings = embedding_table(config.span_boundary_places, SPAN_POSITION_SIZE)
         self.inner = Transform(2 * config.hidden_size + SPAN_POSITION_SIZE, config.hidden_size, config)
         self.outer = Transform(config.hidden_size, config.embedding_size or config.hidden_size, config)
 

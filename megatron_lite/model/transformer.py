@@ -210,7 +210,7 @@ class GLM(TrainedModel):
         return self.heads.logits(self.final_layernorm(hidden), self.embedding.word_embeddings)
 
     def forward(self, batch: MicroBatch, *, predict: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weighted loss sum (fp32 scalar, nats); without gradient, fp32 [objectives, 2 or 3], see `sum_losses`.
+        """Weighted loss sum (fp32 scalar, nats); without gradient, [objectives, 2 or 3], see `sum_losses`.
 
         Both are equal on all tensor-parallel ranks. The loss of a task is the last of the objectives.
 

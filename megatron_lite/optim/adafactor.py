@@ -47,7 +47,8 @@ class AdaFactor(TensorOptimizer):
                 row, column = row + height, column + width
             length = column
         self._means = torch.zeros(length, device=self.device)
-        self._divisors = torch.ones(length, device=self.device)  # elements of a row or column
+        # Elements of a row or column; fp64, since what they multiply is summed over the rows of a vocabulary.
+        self._divisors = torch.ones(length, dtype=torch.float64, device=self.device)
         # The tensor of each mean, and of each row's mean; `count` for others.
         self._mean_tensors = torch.full((length,), index.count, device=self.device)
         self._row_tensors = self._mean_tensors.clone()
@@ -110,12 +111,12 @@ class AdaFactor(TensorOptimizer):
         # fp64 sums over the slices, so that the means do not depend on how ZeRO has cut the matrices.
         means = (self.index.context.sum(sums) / self._divisors).float() + MIN_SQUARE
         self._means.lerp_(means, weights[self._mean_tensors])
-        totals = torch.zeros(self.index.count + 1, device=self.device)
+        totals = torch.zeros(self.index.count + 1, dtype=torch.float64, device=self.device)
         # mean R of each tensor, from the means of its rows, all tensors at once.
         totals.index_add_(0, self._row_tensors, self._means * self._divisors)
         totals[: self.index.count] /= self._sizes
         totals[self.index.count] = 1.0
-        return self._means.clamp(min=MIN_SQUARE).rsqrt() * totals.sqrt()[self._row_tensors]
+        return self._means.clamp(min=MIN_SQUARE).rsqrt() * totals.sqrt().float()[self._row_tensors]
 
     def _mean_positions(self, owned: OwnedSlice) -> tuple[slice, slice]:
         """Positions in the vector of means: of the slice's rows, and of its columns."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from torch import nn
 from megatron_lite.checkpoint.shard_slices import ShardSlice
 from megatron_lite.config.sections import OptimizerConfig
 from megatron_lite.optim.buckets import MOMENTS
+from megatron_lite.optim.square_sums import square_sums
+from megatron_lite.optim.uncompiled import AdamW
 from megatron_lite.optim.whole_tensors import BucketShard, OwnedSlice, TensorIndex, TensorOptimizer
 from megatron_lite.parallel.context import ParallelContext
 
@@ -32,13 +35,20 @@ ITERATIONS = 5
 ADAMW_RMS = 0.2  # root mean square of AdamW's steps
 
 
-def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix with singular values near to 1, computed in its own precision (Newton-Schulz iterations)."""
+def orthogonal(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The matrices with singular values near to 1, each computed in its own precision."""
+    if not matrices:
+        return []
+    # The Frobenius norm bounds the largest singular value, so all begin in [0, 1], where the iteration converges.
+    norms = square_sums(matrices).sqrt().clamp(min=1e-7).to(matrices[0].dtype)
+    return [_iterate(matrix, norm) for matrix, norm in zip(matrices, norms.unbind(), strict=True)]
+
+
+def _iterate(matrix: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    """Newton-Schulz iterations."""
     a, b, c = COEFFICIENTS
     # The short side first: X X^T is then the smaller of the two Gram matrices.
-    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    # The Frobenius norm bounds the largest singular value, so all begin in [0, 1], where the iteration converges.
-    x = x / x.norm().clamp(min=1e-7)
+    x = (matrix.T if matrix.shape[0] > matrix.shape[1] else matrix) / norm
     for _ in range(ITERATIONS):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -73,7 +83,7 @@ class Muon(TensorOptimizer):
         for group in adamw_groups:
             group["eps"] = settings.eps * group["multipliers"].eps_factor
         betas = settings.beta1, settings.beta2
-        self._adamw = torch.optim.AdamW(adamw_groups, lr=0.0, betas=betas, fused=True)
+        self._adamw = AdamW(adamw_groups, lr=0.0, betas=betas, fused=True)
         # One state for both, so that checkpoints find the moments of all parameters in this optimizer.
         self._adamw.state = self.state
         self.shards = [shard for shard in self.shards if shard.group["moments"] != MOMENTS]
@@ -163,8 +173,7 @@ class MatrixExchange:
         for (number, region), flat in zip(self._received, flats, strict=True):
             matrix = matrices.setdefault(number, flat.new_empty(self._shapes[number]))
             matrix[region.within(ORIGIN)] = flat.view(region.shape)
-        for number, matrix in matrices.items():
-            matrices[number] = orthogonal(matrix)
+        matrices = dict(zip(matrices, orthogonal(list(matrices.values())), strict=True))
         for (number, region), flat in zip(self._received, flats, strict=True):
             flat.view(region.shape).copy_(matrices[number][region.within(ORIGIN)])
         returned = self._all_to_all(received, self._receive_sizes, self._send_sizes)

@@ -33,6 +33,7 @@ import torch
 from torch import nn
 
 from megatron_lite.optim.buckets import Bucket, ParamGroup, allocate_moments, assign_buckets
+from megatron_lite.optim.square_sums import square_sums
 from megatron_lite.parallel.collectives import (
     all_gather_in_place,
     all_reduce,
@@ -247,12 +248,12 @@ class ShardedOptimizer:
             if bucket.group.extra_reduce_group is not None:
                 all_reduce(bucket.grad_shard, bucket.group.extra_reduce_group)
             grads.append(bucket.grad_shard)
-        norms = torch._foreach_norm(grads)
         # Shards differ between data-parallel ranks, so the sum over all processes covers them; replicas over tp and pp
         # count once, by `in_grad_norm`.
-        counted = [norms[i] for i, bucket in enumerate(self._trained) if bucket.group.in_grad_norm]
-        # fp64: the square of a norm that carries the loss scale could overflow fp32.
-        total = torch.stack(counted or [torch.zeros_like(norms[0])]).double().square().sum()
+        counted = [
+            grad for bucket, grad in zip(self._trained, grads, strict=True) if bucket.group.in_grad_norm
+        ]
+        total = (square_sums(counted) if counted else grads[0].new_zeros(1, dtype=torch.float64)).sum()
         scale = float(self.loss_scaler.cur_scale)
         norm = self._context.sum(total).sqrt().float() / scale
         is_skipped = (norm - norm).isnan()  # infinity or NaN: `isfinite` would be four kernels more

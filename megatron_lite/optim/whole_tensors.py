@@ -22,6 +22,8 @@ from megatron_lite.checkpoint.shard_slices import ShardSlice, flattened_ranges, 
 from megatron_lite.config.sections import OptimizerConfig
 from megatron_lite.model.tensor_parallel import Partition, partition_of, whole_shape
 from megatron_lite.optim.buckets import MOMENTS, Bucket
+from megatron_lite.optim.square_sums import square_sums
+from megatron_lite.optim.uncompiled import Optimizer
 from megatron_lite.parallel.context import ParallelContext
 
 BLOCKS = 3  # at most, of a fused parameter: Q, K and V
@@ -166,7 +168,7 @@ class BucketShard:
         self.state["exp_avg_sq"].lerp_(self.gradient.square(), second_weight)
 
 
-class TensorOptimizer(torch.optim.Optimizer):
+class TensorOptimizer(Optimizer):
     """An optimizer of bucket shards. It waits for no device: with `found_inf` 1 a step changes nothing."""
 
     _step_supports_amp_scaling = True  # so the caller sets `found_inf`
@@ -233,10 +235,8 @@ class TensorOptimizer(torch.optim.Optimizer):
             for sums_of_value, value in zip(sums, values, strict=True):
                 flat = value(shard)
                 # One launch for all slices; a loop over slices would be hundreds.
-                norms = torch._foreach_norm(
-                    [flat[owned.positions] for owned in shard.summed_slices], 2, torch.float64
-                )
-                sums_of_value.index_add_(0, shard.summed_tensors, torch.stack(norms).square())
+                sums_of_slices = square_sums([flat[owned.positions] for owned in shard.summed_slices])
+                sums_of_value.index_add_(0, shard.summed_tensors, sums_of_slices)
         return self.index.context.sum(sums)
 
     def per_tensor(self, value: Callable[[WholeTensor], float]) -> torch.Tensor:

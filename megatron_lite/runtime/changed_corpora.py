@@ -19,7 +19,7 @@ import numpy as np
 
 from data_utils.common.checksums import identity
 from data_utils.common.errors import CheckpointError
-from data_utils.common.random_streams import derive_seed
+from data_utils.common.seeds import derive_seed
 from data_utils.common.settings import build, leaves, to_tree
 from data_utils.dataset.manifest import read_manifest
 from data_utils.loader.config import CorpusConfig

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from megatron_lite.train.lr_schedule import step_rate
 
 log = logging.getLogger(__name__)
 
-_SHOWN = 6  # changes that an event names
+_SHOWN = 6  # changes that an event names, new parameters that a line does
 
 
 def check(config: Config, newest: Checkpoint | None) -> None:
@@ -145,7 +146,11 @@ def _initialize(
     if context.is_main:
         log.info("initialised with the weights of %s; the optimizer is new, at step 0", checkpoint.path)
         if new:
-            log.info("new parameters, with initial weights: %s", ", ".join(sorted(new)))
+            kinds = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in sorted(new)))
+            more = f" and {len(kinds) - _SHOWN} kinds more" if len(kinds) > _SHOWN else ""
+            log.info(
+                "%d new parameters, with initial weights: %s%s", len(new), ", ".join(kinds[:_SHOWN]), more
+            )
     return None, []
 
 

@@ -14,10 +14,10 @@ from megatron_lite.engine.engine import StepResult
 
 
 class DelayedResults:
-    """Counts the skipped steps. Args: limit: `training.max_nonfinite_steps`."""
+    """Counts the skipped steps. Args: limit: `training.max_nonfinite_steps`. precision: `training.precision`."""
 
-    def __init__(self, limit: int, directory: Path):
-        self._limit, self._directory = limit, directory
+    def __init__(self, limit: int, directory: Path, precision: str):
+        self._limit, self._directory, self._precision = limit, directory, precision
         self._unread: list[tuple[int, StepResult]] = []  # steps whose result the host has not read yet
         self.skipped_steps = 0
         self.skipped_in_a_row = 0
@@ -38,6 +38,16 @@ class DelayedResults:
             if self.skipped_in_a_row >= self._limit:
                 raise TrainingError(
                     f"gradients were not finite in {self._limit} consecutive steps, up to step {step}; these steps did "
-                    "not change the weights. Lower optimizer.lr, or go back with "
-                    f"`scripts/checkpoints.py rewind {quote(str(self._directory))} STEP`."
+                    f"not change the weights. {self._remedy(step)}"
                 )
+
+    def _remedy(self, step: int) -> str:
+        wider = (
+            "Set training.precision=bf16, since fp16 overflows above 65,504. "
+            if self._precision == "fp16"
+            else ""
+        )
+        if self.skipped_steps == step:  # so neither the rate nor an earlier checkpoint helps
+            return f"{wider}No step has changed the weights so far: look at those that the run begins with."
+        rewind = f"scripts/checkpoints.py rewind {quote(str(self._directory))} STEP"
+        return f"{wider}Lower optimizer.lr, or go back with `{rewind}`."

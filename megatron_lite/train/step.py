@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data_utils.common.errors import UserError
-from data_utils.common.random_streams import derive_seed
+from data_utils.common.seeds import derive_seed
 from data_utils.loader.mixture import batch_indices
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.phase_plan import PhasePlan

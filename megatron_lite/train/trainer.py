@@ -89,7 +89,9 @@ class Trainer:
         self.progress = Progress()
         self.events = EventLog()
         self.interval = LogInterval(len(loss_names), context.device)
-        self.results = DelayedResults(config.training.max_nonfinite_steps, self.directory)
+        self.results = DelayedResults(
+            config.training.max_nonfinite_steps, self.directory, config.training.precision
+        )
         self._measured_flops: dict[str, float] = {}  # by machine, of the checkpoint
 
         # Order: the normaliser gives the factors by which the step maker leaves out losses that count for nothing, and

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 
 import pytest
+from support.commands import assert_refused, forked
 from support.configs import tiny
+from support.remedies import advised
 
 from data_utils.common.errors import ConfigError
-from data_utils.common.settings import setting_names
+from data_utils.common.settings import leaves, setting_names, to_tree
 from megatron_lite.config.coming_from import SOURCES
 from megatron_lite.config.deepspeed_keys import KEYS
 from megatron_lite.config.foreign_options import explain_options, with_deepspeed_file
@@ -20,7 +22,7 @@ ROWS = [(source, row) for source, rows in SOURCES.items() for row in rows]
 def test_every_setting_of_the_tables_exists():
     names = {*setting_names(Config), *(f"deepspeed.{key}" for key in KEYS)}
     sections = {name.rsplit(".", depth)[0] for name in names for depth in (1, 2)}
-    assert [row for _, row in ROWS if row.setting and row.key not in names | sections] == []
+    assert [row for _, row in ROWS if not names | sections >= set(row.keys)] == []
     assert [row for _, row in ROWS if not row.setting and not row.note] == []
 
 
@@ -42,9 +44,9 @@ OVERRIDES = [row for _, row in ROWS if "=" in row.setting]
 
 @pytest.mark.parametrize("row", OVERRIDES, ids=lambda row: row.names[0])
 def test_an_answer_is_an_override_that_is_taken(row):
-    setting = row.setting.format(VALUES.get(row.names[0], "1"))
+    settings = row.settings(VALUES.get(row.names[0], "1"))
     try:
-        tiny(setting)
+        tiny(*(setting for setting in settings if "=" in setting))
     except ConfigError as error:  # another setting must fit it, or be given too
         assert not re.search(r"unknown|must be (a whole|a finite|true|text|one of|in |at )", str(error))
 
@@ -70,6 +72,37 @@ def test_options_are_answered_all_at_once():
     ):  # fmt: skip
         assert part in answer
     assert "\n" not in answer and "--config" not in answer and "beta1" not in answer
+
+
+# Command lines -> what the other program trains with them, in the settings here that are not the defaults.
+TRAINED = {
+    "--swiglu": {"model.ffn": "gated", "model.activation": "silu"},
+    "--hidden-dropout 0.5": {"model.output_dropout": 0.5, "model.embedding_dropout": 0.5},
+    "--post-mlp-layernorm": {"model.sandwich_norm": True},
+    "--sandwich-ln": {"model.sandwich_norm": True},
+    "--disable-bias-linear": {"model.biases": "none"},
+    "--lr_scheduler_type cosine": {"schedule.min_lr_ratio": 0.0},
+    "--tokenizer-name-or-path x": {"tokenizer.kind": "hf_json", "tokenizer.path": "x"},
+    "--lr-decay-style linear": {"schedule.kind": "linear", "schedule.min_lr_ratio": 0.0},
+    "--lr-decay-style WSD": {"schedule.min_lr_ratio": 0.0},
+    "--window-size 4": {}, "--add-qkv-bias": {}, "--zero-stage 0": {},
+    "--spec a b": {}, "--rotary-interleaved": {}, "--decoder-seq-length 9": {}, "--lr-warmup-init 0.1": {},
+    "--recompute-modules mlp": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("line", TRAINED)
+def test_an_answer_that_is_pasted_trains_the_same(line):
+    answer = explain_options(line.split(), line.split()[:1])
+    before, after = (dict(leaves(to_tree(config))) for config in (tiny(), tiny(*advised(answer))))
+    changed = {key: after[key] for key in TRAINED[line]}
+    assert "not known" not in answer and changed == TRAINED[line]
+    rest = before.keys() - TRAINED[line].keys() - {"tokenizer"}
+    assert [key for key in rest if before[key] != after[key]] == []
+
+
+def test_a_name_of_several_settings_is_answered_with_all():
+    assert "is one of optimizer.kind, schedule.kind, " in explain_options(["--kind", "x"], ["--kind"])
 
 
 def test_options_of_lora_are_answered():
@@ -145,3 +178,40 @@ def test_the_trainers_form_of_a_deepspeed_file():
 def test_a_second_deepspeed_file_is_refused(second):
     with pytest.raises(ConfigError, match="given twice"):
         with_deepspeed_file(["--deepspeed_config", "a.json", *second])
+
+
+# Small files in the shape of other programs'. A DeepSpeed file is JSON: one key of it makes no other file one.
+FOREIGN = {
+    "axolotl.yaml": "base_model: a/b\nmodel_type: Llama\ndatasets: [{path: c, type: completion}]\nsequence_len: 2048\n"
+    "micro_batch_size: 2\ngradient_accumulation_steps: 4\noptimizer: adamw_torch\nbf16: auto\ndeepspeed: ds.json\n",
+    "cramming.yaml": "defaults: [{arch: bert}, {train: bert}, _self_]\nbase_dir: outputs\nseed: 1\nbudget: 24\n"
+    "dryrun: false\ndata: {vocab_size: 32768}\nwandb: {enabled: false}\nimpl: {microbatch_size: 128}\n",
+    "nemo.yaml": "name: bert\ntrainer: {devices: 1, precision: 16}\nexp_manager: {exp_dir: null}\nmodel: "
+    "{num_layers: 12, hidden_size: 768, encoder_seq_length: 512, optim: {name: fused_adam, lr: 2e-4}}\n",
+    "litgpt.yaml": "model_name: pythia\nout_dir: out\nprecision: bf16-mixed\ndata: {class_path: x}\n"
+    "train: {max_tokens: 9}\neval: {interval: 9}\noptimizer: {class_path: torch.optim.AdamW}\n",
+    "fairseq.yaml": "common: {fp16: true}\ncheckpoint: {x: 1}\ntask: {_name: masked_lm}\ncriterion: masked_lm\n"
+    "dataset: {batch_size: 16}\noptimizer: {_name: adam}\nlr_scheduler: {_name: fixed}\noptimization: {lr: [5e-4]}\n",
+    "accelerate.yaml": "compute_environment: LOCAL_MACHINE\ndeepspeed_config: {zero_stage: 2}\nnum_processes: 8\n",
+    "neox.yml": '{"pipe_parallel_size": 1, "num_layers": 12, "optimizer": {"type": "Adam"}, "zero_optimization": '
+    '{"stage": 1}, "fp16": {"enabled": true}, "train_micro_batch_size_per_gpu": 4}',
+    "training_args.json": '{"output_dir": "out", "fp16": true, "bf16": false, "seed": 1, "optim": "adamw_torch", '
+    '"gradient_accumulation_steps": 2, "deepspeed": null, "max_steps": 9, "learning_rate": 5e-5}',
+    "config.json": '{"model_type": "bert", "hidden_size": 768, "num_hidden_layers": 12, "dtype": "float32"}',
+    "torchtitan.toml": '[job]\ndump_folder = "out"\n\n[training]\nsteps = 10\n',
+    "ds_block_base.sh": '#! /bin/bash\ngpt_options=" --block-lm --num-layers 12 --fp16 "\n',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "script"),
+    [*((name, "pretrain_glm.py") for name in FOREIGN), ("axolotl.yaml", "scripts/finetune.py")],
+)
+def test_a_file_of_another_program_is_answered_in_one_short_line(name, script, tmp_path):
+    path = tmp_path / name
+    path.write_text(FOREIGN[name])
+    run = ["--output", tmp_path / "run"] if "finetune" in script else []
+    done = forked(script, "--config", path, *run)
+    assert_refused(done, "docs/coming_from.md")
+    assert name in done.stderr and "DeepSpeed file" not in done.stderr
+    assert len(done.stderr) - len(str(path)) < 300 and not (tmp_path / "run").exists()

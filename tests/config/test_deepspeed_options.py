@@ -327,7 +327,12 @@ def test_all_that_has_no_effect_is_said_in_one_line(tmp_path):
         "steps_per_print": 5,
         "prescale_gradients": True,
         "aio": {"block_size": 1},
-        "zero_optimization": {"stage": 0, "stage3_max_live_parameters": 7, "round_robin_gradients": True},
+        "zero_optimization": {
+            "stage": 0,
+            "stage3_max_live_parameters": 7,
+            "round_robin_gradients": True,
+            "overlap_comm": True,
+        },
         "activation_checkpointing": {"partition_activations": True},
         "autotuning": {"enabled": True},
     }
@@ -335,12 +340,13 @@ def test_all_that_has_no_effect_is_said_in_one_line(tmp_path):
     (line,) = said
     for name in (
         "steps_per_print", "prescale_gradients", "aio", "stage3_max_live_parameters", "round_robin_gradients",
-        "activation_checkpointing.partition_activations", "autotuning",
+        "overlap_comm", "activation_checkpointing.partition_activations", "autotuning",
     ):  # fmt: skip
         assert name in line
-    at_three, said = read(tmp_path, {"zero_optimization": {"stage": 3, "max_live_parameters": 7}})
+    of_three = {"stage": 3, "max_live_parameters": 7, "allgather_bucket_size": 9}
+    at_three, said = read(tmp_path, {"zero_optimization": of_three})
     assert at_three.deepspeed["zero_optimization"] == {"stage3_max_live_parameters": 7}
-    assert "max_live" not in " ".join(said)
+    assert "max_live" not in " ".join(said) and "at ZeRO 1 and 2 this project" not in " ".join(said)
 
 
 # What is refused

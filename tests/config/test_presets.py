@@ -6,7 +6,9 @@ import dataclasses
 import re
 
 import pytest
+import yaml
 from support.commands import assert_refused, forked
+from support.configs import TINY
 from support.project import ROOT
 
 from data_utils.common.errors import ConfigError
@@ -139,3 +141,43 @@ def test_a_warm_up_that_is_given_stays():
     assert own.schedule.warmup_steps == 7
     with pytest.raises(ConfigError, match="warmup_steps \\(31\\)"):
         load_config([roberta], ["training.steps=30", "schedule.warmup_steps=31"])
+
+
+# A system that is given alone -> its paper's objective, a setting of its section, and how the losses are divided.
+OBJECTIVES = {
+    "glm": ("blank_infilling", {}, "global_tokens"),
+    "modernbert": ("masked_lm", {"masked_ratio": 0.3, "next_sentence": False}, "global_tokens"),
+    "bert": ("masked_lm", {"masked_ratio": 0.15, "next_sentence": True}, "per_objective"),
+    "albert": ("albert", {"sentence_order": True}, "per_objective"),
+    "spanbert": ("spanbert", {}, "global_tokens"),
+    "xlnet": ("xlnet", {}, "global_tokens"),
+    "llama": ("causal", {}, "global_tokens"),
+    "glm4": ("causal", {}, "global_tokens"),
+    "t5_1_1": ("t5", {}, "global_tokens"),
+    "bart": ("bart", {"predict_cls": True}, "global_tokens"),
+}
+
+
+def read(directory, *overrides):
+    """The smallest complete file, with overrides, as the commands read it."""
+    path = directory / "base.yaml"
+    path.write_text(yaml.safe_dump(TINY))
+    return load_config([path], ["data.sequence_length=64", *overrides])
+
+
+@pytest.mark.parametrize("system", OBJECTIVES)
+def test_a_system_alone_is_trained_on_its_own_objective(system, tmp_path):
+    name, section, normalization = OBJECTIVES[system]
+    decoder = ["model.decoder_layers=2"] if name in ("t5", "bart") else []
+    config = read(tmp_path, f"model.system={system}", *decoder)
+    assert [choice.name for choice in config.objective_choices] == [name]
+    assert {key: getattr(config.objective_sections[name], key) for key in section} == section
+    assert config.training.loss_normalization == normalization
+
+
+def test_an_objective_that_is_given_has_precedence_unless_the_class_cannot_mean_it(tmp_path):
+    config = read(tmp_path, "model.system=llama", "objectives={masked_diffusion: 1}")
+    assert config.objectives == {"masked_diffusion": 1}
+    for system, objective in (("modernbert", "blank_infilling"), ("bert", "t5"), ("llama", "xlnet")):
+        with pytest.raises(ConfigError, match=f"objectives has {objective}, but .* {system} "):
+            read(tmp_path, f"model.system={system}", f"objectives.{objective}=1")

@@ -7,12 +7,14 @@ import dataclasses
 import json
 import traceback
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
 from support.configs import with_json
 from support.project import ROOT
+from support.remedies import advised
 from support.rules import RULES
 
 from data_utils.common.errors import ConfigError
@@ -35,6 +37,11 @@ def test_a_rule_names_the_value_the_rule_and_the_remedy(name):
     for fragment in fragments:
         assert fragment in message
     assert "\n" not in message
+    remedy = list(advised(message)) if isinstance(action, partial) else []
+    try:
+        _ = remedy and action(*remedy)
+    except ConfigError as other:  # another rule's, for example of a layer that the remedy uncovers
+        assert str(other) != message
 
 
 def ranged_fields(cls: type) -> Iterator[tuple[type, dataclasses.Field]]:
@@ -95,7 +102,15 @@ BAD_FILES = [
     lambda tmp: with_json(tmp, {"steps_per_print": 5}, "deepspeed.steps_per_print=6"),
     lambda tmp: load_config([ROOT / "configs/glm-base.yaml"], [], tmp / "absent.json"),
     lambda tmp: as_configuration(tmp),
+    lambda tmp: load_config([tmp / "config.toml"]),
+    lambda tmp: load_config([flat(tmp)]),
 ]
+
+
+def flat(directory):
+    """A file without sections."""
+    (directory / "flat.yaml").write_text("model_name: a\nout_dir: b\ntokenizer_dir: c\noptimizer: {lr: 1}\n")
+    return directory / "flat.yaml"
 
 
 def as_configuration(directory):
@@ -109,7 +124,8 @@ def as_configuration(directory):
     ("case", "message"),
     zip(
         BAD_FILES,
-        ["not valid JSON", "not list", "is 5 in the file but 6 as", "check the path", "pass it as --deepspeed_config"],
+        ["not valid JSON", "not list", "is 5 in the file but 6 as", "check the path", "pass it as --deepspeed_config",
+         "config.toml is not YAML; docs/coming_from.md", "3 keys that are no sections"],
         strict=True,
     ),
 )  # fmt: skip

@@ -27,6 +27,7 @@ from megatron_lite.model.build import build_model, model_spec
 from megatron_lite.model.micro_batch import prepare
 from megatron_lite.models.electra import model as electra_model
 from megatron_lite.models.electra.batch import ElectraBatch
+from megatron_lite.parallel.context import ParallelContext
 
 CPU = torch.device("cpu")
 SMALL = {"model": NO_DROPOUT}
@@ -57,7 +58,7 @@ def inputs_of(batch, config, scale=True):
 
 
 def test_the_golden_row(monkeypatch):
-    """Text 101 5 8 9 6 102, places 1, 3 and 4 chosen; the generator draws 7, 9 and 6."""
+    """Text 101 5 8 9 6 102, places 1, 3 and 4 chosen; the generator draws 7, 9 and 8. Its measures by hand."""
     config = electra_config(**SMALL, electra={"generator_heads": 2})
     row = np.zeros((1, len(FIELDS), 8), np.int32)
     row[:, DOC, 6:] = -1
@@ -67,8 +68,10 @@ def test_the_golden_row(monkeypatch):
     row[0, POSITION_IDS, :6] = np.arange(6)
     seen = {}
     model = build_model(config, len(LOSSES))
-    monkeypatch.setattr(electra_model, "draw", lambda *_: torch.tensor([7, 9, 6]))
-    monkeypatch.setattr(model, "scores", lambda batch: seen.update(tokens=batch.tokens) or torch.zeros(6))
+    monkeypatch.setattr(electra_model, "draw", lambda *_: torch.tensor([7, 9, 8]))
+    # Places 1 and 2 are called replaced: the first is, and 4 as well.
+    scores = torch.tensor([-1.0, 0.3, 0.2, -0.1, -0.4, -2.0])
+    monkeypatch.setattr(model, "scores", lambda batch: seen.update(tokens=batch.tokens) or scores)
     entropy = F.binary_cross_entropy_with_logits
 
     def kept(scores, label, **options):
@@ -77,10 +80,16 @@ def test_the_golden_row(monkeypatch):
 
     monkeypatch.setattr(F, "binary_cross_entropy_with_logits", kept)
     batch = ElectraBatch(row, np.array([4]), 1)
+    model.begin_evaluation()
     _, sums = model(inputs_of(batch, config, scale=False))
-    assert seen["tokens"].tolist() == [101, 7, 8, 9, 6, 102]
-    assert seen["label"].tolist() == [0, 1, 0, 0, 0, 0]
-    assert sums[MASKED.number, 1] == 3 and sums[REPLACED.number].tolist() == pytest.approx([6 * np.log(2), 6])
+    assert seen["tokens"].tolist() == [101, 7, 8, 9, 8, 102]
+    assert seen["label"].tolist() == [0, 1, 0, 0, 1, 0]
+    entropies = np.log1p(np.exp(np.where([0, 1, 0, 0, 1, 0], -scores, scores)))
+    assert sums[MASKED.number, 1] == 3
+    assert sums[REPLACED.number].tolist() == pytest.approx([entropies.sum(), 6])
+    assert model.measures(ParallelContext.alone(), 0.0) == pytest.approx(
+        {"replaced_accuracy": 4 / 6, "replaced_recall": 1 / 2, "generator_accuracy": 1 / 3}
+    )
     assert batch.loss_divisors(len(LOSSES))[[MASKED.number, REPLACED.number]].tolist() == [3, 6]
 
 

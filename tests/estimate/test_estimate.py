@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.project import ROOT
+from support.remedies import advised
 from support.step_profiles import BERT, CASES, LAYOUTS, PAPER, config_of
 
 from data_utils.common.errors import ConfigError
@@ -255,9 +256,15 @@ def test_recomputation_computes_again():
     assert 1.005 < selective.compute_ms / none.compute_ms < 1.05
 
 
-def test_two_stacks_are_refused_by_name():
-    with pytest.raises(ConfigError, match="decoder is set"):
-        require_one_transformer(load_config([ROOT / "configs/optimus-base.yaml"]))
+@pytest.mark.parametrize("name", ["optimus-base", "optimus-tiny"])
+def test_two_stacks_are_refused_by_name(name):
+    """With settings by which the encoder is profiled."""
+    with pytest.raises(ConfigError, match="decoder is set") as error:
+        require_one_transformer(load_config([name]))
+    encoder = str(error.value).partition("and the decoder")[0]
+    config = load_config([name], advised(encoder))
+    require_one_transformer(config)
+    assert [choice.name for choice in config.objective_choices] == ["masked_lm"]
 
 
 def test_models_with_a_decoder_are_estimated():

@@ -356,7 +356,7 @@ def test_answers_of_a_model_that_has_diverged_are_reported(monkeypatch):
         return torch.full((len(given), 2), math.nan), torch.zeros(len(given))
 
     evaluation = Evaluation(made.inputs.config, made, given, ParallelContext.alone(), 8)
-    with pytest.raises(DataError, match=r"predicts NaN for sample 0.*lower optimizer.lr"):
+    with pytest.raises(DataError, match=r"predicts NaN for sample 0.*precision=bf16.*lower optimizer.lr"):
         evaluation.run(Model(answer))
 
 

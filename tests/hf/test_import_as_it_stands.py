@@ -16,8 +16,8 @@ from support.tokenizer_files import byte_bpe_json
 
 from data_utils.common.setting_files import load_yaml
 from data_utils.dataset.indexed_dataset import IndexedDataset
+from megatron_lite.config.systems import CAUSAL, ENCODER_DECODERS, SYSTEMS, with_objective
 from megatron_lite.hf.published.systems import SYSTEMS_BY_NAME
-from megatron_lite.hf.published.usual import with_objective
 
 MASKED = {"masked_lm": {"next_sentence": False}}
 # Case -> sections of its recipe, tokens of a sample, samples of a micro-batch.
@@ -68,6 +68,13 @@ def test_an_import_continues_on_the_objective_of_the_recipe(recipe, name):
     given = {key: value for key, value in recipe.get(name, {}).items() if key in chosen[name]}
     assert given == {key: chosen[name][key] for key in given}
     assert chosen.get("training", {}).items() <= recipe["training"].items()
+
+
+def test_systems_read_texts_as_their_classes_do():
+    for name, system in SYSTEMS_BY_NAME.items():
+        if name in SYSTEMS:
+            kinds = (name in CAUSAL, name in ENCODER_DECODERS)
+            assert kinds == (system.is_causal, system.is_encoder_decoder), name
 
 
 def line_of(done, beginning):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from data_utils.common.errors import ConfigError
-from data_utils.common.random_streams import derive_seed
+from data_utils.common.seeds import derive_seed
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.inference.search import Search, repeats
 

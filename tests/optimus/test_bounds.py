@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from megatron_lite.models.optimus.bounds import (
 )
 from megatron_lite.models.optimus.inputs import Sampling
 from megatron_lite.models.optimus.latent import gaussian_kl, normals
+from megatron_lite.models.optimus.metrics import LatentMetrics
+from megatron_lite.parallel.context import ParallelContext
 
 
 def column(*values):
@@ -203,6 +206,17 @@ def test_mutual_information_by_its_definition_in_blocks_of_any_size():
     for block in (50, 7, 1, 1000):
         found = mutual_information(mu, logvar, z, block)
         assert found == pytest.approx((-entropy - aggregate).mean().item(), abs=1e-10)
+    # As an evaluation reports it: in two passes, of which the second has a row of padding.
+    metrics, nothing = LatentMetrics(), torch.full((1, 6), 1e3, dtype=torch.float64)
+    mu[:, 2] *= 1e-3  # the one component that is not active
+    z = mu + torch.exp(logvar / 2) * noise
+    for part, padding in ((slice(0, 30), 0), (slice(30, 50), 1)):
+        rows = (torch.cat([values[part], *[nothing] * padding]) for values in (mu, logvar, z))
+        weight = torch.tensor([1.0] * (part.stop - part.start) + [0.0] * padding)
+        metrics.add(SimpleNamespace(extra_inputs=SimpleNamespace(weight=weight), weights=2 * weight), *rows)
+    found = metrics.summary(ParallelContext.alone(), 3.0)
+    assert found["mutual_information"] == pytest.approx(mutual_information(mu, logvar, z), abs=1e-10)
+    assert found["active_units"] == 5 and found["perplexity"] == pytest.approx(math.exp(3.0 * 50 / 100))
 
 
 def test_sentences_that_are_told_apart_have_the_logarithm_of_their_number():

@@ -1,11 +1,10 @@
-"""Stand-in tokenizers: one id for each UTF-8 byte, 256 for eos. Worker processes import this module."""
+"""Stand-in tokenizers: one id for each UTF-8 byte, 256 for eos."""
 
 from __future__ import annotations
 
 import os
 import signal
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,6 +24,9 @@ class ByteTokenizer:
     special = SimpleNamespace(eos=256)
     vocab_size = 257
     fingerprint = "bytes-1"
+
+    def use_fast_encoder(self):
+        pass
 
     def encode_batch(self, texts):
         encoded = [text.encode() for text in texts]
@@ -77,13 +79,6 @@ class SlowTokenizer(ByteTokenizer):
     def encode_batch(self, texts):
         slow_work(0.05)
         return super().encode_batch(texts)
-
-
-class AnnouncingTokenizer(ByteTokenizer):
-    """Writes a file named as its process into the directory ANNOUNCED once it is loaded."""
-
-    def __init__(self):
-        Path(os.environ["ANNOUNCED"], str(os.getpid())).touch()
 
 
 class CountingTokenizer(ByteTokenizer):

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from support import remedies
 from support.project import ROOT
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -26,13 +27,15 @@ def _environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run Python in a new process, in the project's directory. Args: variables: of the environment."""
-    return subprocess.run(
+    done = subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
         env=_environment(variables),
         capture_output=True,
         text=True,
     )
+    remedies.hear(done.stdout, done.stderr)
+    return done
 
 
 def pretrain(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -70,6 +73,7 @@ class Forked:
             with file:
                 file.seek(0)
                 texts.append(file.read().decode())
+        remedies.hear(*texts)
         return subprocess.CompletedProcess(self._command, status, *texts)
 
 

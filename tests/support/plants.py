@@ -113,6 +113,20 @@ GRADIENTS = (
         (f"{PARITY}[1x2x1]",),
     ),
     Plant(
+        "squares of gradients added in fp32 on CPUs",
+        "megatron_lite/optim/square_sums.py",
+        "for piece in of_tensor], 2, torch.float64)",
+        "for piece in of_tensor])\n    norms = [norm.double() for norm in norms]",
+        ("tests/train/test_optimizers.py::test_sums_over_millions_of_numbers_are_those_in_fp64",),
+    ),
+    Plant(
+        "averages of the weights every few steps with the decay of one step",
+        "megatron_lite/optim/ema.py",
+        "self._decay = settings.decay**settings.interval",
+        "self._decay = settings.decay",
+        ("tests/train/test_averages.py::test_averages_are_those_by_hand",),
+    ),
+    Plant(
         "loss of fp16 not scaled up, but its gradients scaled down",
         SHARDED,
         '        """Factor of each micro-batch\'s loss before its backward pass: the loss scale of fp16, else 1."""\n'
@@ -246,6 +260,13 @@ SAMPLES = (
         "return samples.reshape(-1, dp_size, micro_batch_size)[:, dp_rank]",
         "return samples.reshape(-1, dp_size, micro_batch_size)[:, 0]",
         ("tests/data/loader/test_mixture.py::test_ranks_and_micro_batches_share_the_step_exactly",),
+    ),
+    Plant(
+        "`max_epochs` judged one sample early",
+        "data_utils/loader/epoch_caps.py",
+        "[-1].epochs(int(counts[-1]))",
+        "[-1].epochs(int(counts[-1]) - 1)",
+        ("tests/data/loader/test_epoch_caps.py::test_all_text_of_a_short_run_may_be_read",),
     ),
     Plant(
         "a micro-batch counted twice after a resume",
@@ -466,6 +487,13 @@ ELECTRA = (
         (f"{PAIR}::test_the_golden_row",),
     ),
     Plant(
+        "a token is called replaced from the logit 0.5 on",
+        "megatron_lite/models/electra/model.py",
+        "is_new, is_called_new = label > 0, scores > 0",
+        "is_new, is_called_new = label > 0, scores > 0.5",
+        (f"{PAIR}::test_the_golden_row",),
+    ),
+    Plant(
         "each shard of the vocabulary draws from the noise of the first",
         "megatron_lite/models/electra/sampling.py",
         "gumbel(seed, samples[part], positions[part], first, count)",
@@ -518,6 +546,13 @@ LORA = (
         'name.endswith("bias") or (LORA in name and name.endswith(".b"))',
         'name.endswith("bias")',
         (UPDATE,),
+    ),
+    Plant(
+        "no weight decay on A of LoRA's updates",
+        "megatron_lite/engine/parameter_groups.py",
+        'return not (name.endswith("bias") or',
+        'return not (name.endswith(("bias", ".a")) or',
+        ("tests/hf/test_lora.py::test_training_and_files_are_pefts[bert-1]",),
     ),
     Plant(
         "gradient of A not summed over the tensor-parallel ranks that have the rows of B",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from megatron_lite.config.model import ModelConfig, require_class
@@ -15,8 +16,8 @@ TINY = ROOT / "configs/tiny.yaml"
 TASK = "task={name: one, kind: classification, reader: jsonl}"
 
 
-def over(*overrides: str) -> Callable[[], Any]:
-    return lambda: tiny(*overrides)
+def over(*overrides: str) -> partial[Any]:
+    return partial(tiny, *overrides)
 
 
 RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
@@ -224,7 +225,7 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "settings of another objective": (
         lambda: load_config([TINY], ["masked_lm.masked_ratio=0.2"]),
-        ("masked_lm is set", "trains blank_infilling", "objectives={masked_lm: 1}"),
+        ("masked_lm is set", "trains blank_infilling", "objectives.masked_lm=1"),
     ),
     "evaluations without a validation set": (
         lambda: require_validation(["training.eval_samples=5"], tiny("data.validation=[]")),
@@ -286,6 +287,18 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
             "albert",
             "set it to 2",
         ),
+    ),
+    "objective of another body": (
+        over("model.system=modernbert", "objectives={t5: 1}"),
+        ("objectives has t5", "model.system modernbert", "set objectives.t5=0 objectives.masked_lm=1"),
+    ),
+    "objective of a writer": (
+        over("model.system=gpt2", "objectives={masked_lm: 1}", "masked_lm.next_sentence=false"),
+        ("objectives has masked_lm", "set objectives.masked_lm=0 objectives.causal=1"),
+    ),
+    "decoder that is missing": (
+        over("model.system=t5", "objectives={t5: 1}"),
+        ("model.decoder_layers is 0", "model.system t5 has a decoder", "model.decoder_layers=2"),
     ),
     "system": (over("model.system=glmm"), ("model.system is 'glmm'; it must be one of glm, ",)),
     "system of LSTMs": (
@@ -454,7 +467,7 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         (
             "decoder_tokenizer is set",
             "optimus",
-            "to null, or objectives to {optimus: 1}",
+            "set decoder_tokenizer=null, or objectives.optimus=1",
         ),
     ),
     "shared layers in stages": (

@@ -18,7 +18,8 @@ from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.model.batch import Batch
 from megatron_lite.optim import ema as averages
 
-STEPS, DECAY = 5, 0.6
+# At an interval of 1 the decay is below the warm-up from the fourth update on, at 2 from the first.
+STEPS, DECAY = 5, 0.3
 KEPT = {"ema": {"decay": DECAY, "use": True}}
 
 

@@ -14,7 +14,7 @@ from support.stores import serving
 from support.training import fit, records
 
 from data_utils.common.errors import CheckpointError
-from data_utils.common.random_streams import derive_seed
+from data_utils.common.seeds import derive_seed
 from data_utils.common.settings import build, merge, to_tree
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.writer import IndexedDatasetWriter

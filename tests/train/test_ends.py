@@ -50,7 +50,9 @@ def test_each_end_has_its_status_in_each_precision(command, tmp_path, end, preci
     assert said.read_text() == f"{int(status)}\n"
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == (status != 0) and "Traceback" not in done.stderr
-    assert status != ExitStatus.UNSOUND or "gradients were not finite in 20 consecutive steps" in errors[0]
+    if status == ExitStatus.UNSOUND:
+        assert "gradients were not finite in 20 consecutive steps" in errors[0]
+        assert ("Set training.precision=bf16" in errors[0]) == (precision == "fp16")
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from data_utils.common.errors import ConfigError
-from data_utils.common.random_streams import derive_seed
+from data_utils.common.seeds import derive_seed
 from data_utils.common.setting_files import shown
 from data_utils.tasks.readers.files import Intake, TaskRecords
 

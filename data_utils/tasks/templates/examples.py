@@ -17,7 +17,7 @@ import numpy as np
 from data_utils.common.batch_fields import Example
 from data_utils.common.errors import DataError
 from data_utils.common.losses import MASKED
-from data_utils.common.random_streams import derive_seed
+from data_utils.common.seeds import derive_seed
 from data_utils.objectives.blank_infilling import DOCUMENT, SENTENCE, TOKEN
 from data_utils.tokenizers.special_tokens import SpecialTokens
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
+from data_utils.common.compiler import njit
 from data_utils.tokenizers.fast.encoder_kernels import (
     DOCUMENT,
     DONE,

@@ -30,11 +30,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np import arrayobj
 
+from data_utils.common.compiler import njit
 from data_utils.common.random_streams import source_digest
 
 SOURCE_DIGEST = source_digest(__file__)

@@ -18,12 +18,12 @@ from transformers.utils import logging as transformers_logging
 from typing_extensions import TypedDict
 
 from data_utils.common.errors import CheckpointError, UserError
-from data_utils.common.setting_files import one_line, shown
+from data_utils.common.setting_files import one_line, shorten, shown
 from data_utils.common.settings import keys_of
 from data_utils.common.untrusted import conform
 from megatron_lite.config.model import BLOCK_POSITIONS, ModelConfig
 from megatron_lite.hf.files.system_table import PublishedSystem
-from megatron_lite.hf.files.weights import Weights, read_json, write_json
+from megatron_lite.hf.files.weights import MAX_TENSORS, Weights, read_json, write_json
 
 CONFIG_JSON = "config.json"
 MAX_POSITION = 1 << 24
@@ -92,7 +92,10 @@ def by_transformers(path: Path) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:
+    except BaseException as error:
+        # What a library in Rust panics of is no Exception: a regular expression that tries too much.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         reason = one_line(error)
         raise CheckpointError(
             f"{path}: transformers cannot use it ({type(error).__name__}: {reason}); correct its JSON files, or "
@@ -128,6 +131,16 @@ def read_config_json(directory: Path) -> dict[str, Any]:
     return config_json
 
 
+def code_of(config_json: Mapping[str, Any]) -> str | None:
+    """What a directory says of a model with code of its own, None without such code."""
+    classes = config_json.get("auto_map")
+    if not isinstance(classes, Mapping) or not any(
+        str(name).startswith(("AutoModel", "AutoConfig")) for name in classes
+    ):
+        return None
+    return f"auto_map names code of its own ({shorten(', '.join(map(str, classes.values())), 100)}), which is not run"
+
+
 def write_config(directory: Path, class_config: PretrainedConfig, former: Mapping[str, Any]) -> None:
     """Write config.json. Args: former: fields that other versions of transformers read (`former_fields`)."""
     class_config.save_pretrained(directory)
@@ -154,6 +167,8 @@ def check_fields(path: Path, config_json: Mapping[str, Any], system: PublishedSy
         outer, _, inner = entry.theirs.partition(".")
         field_type = hints[entry.ours][0] if entry.names is None else type(next(iter(entry.names)))
         field_type = field_type if entry.reads is None else Any
+        if entry.ours in ("num_layers", "decoder_layers"):  # a class makes lists of this length
+            field_type = Annotated[int, Limits(le=MAX_TENSORS)]
         shape[outer] = dict[str, Any] | None if inner else field_type
     _conformed(path / CONFIG_JSON, config_json, TypedDict(f"_{system.model_type}", shape, total=False))  # type: ignore[operator]
 

@@ -13,7 +13,7 @@ _SMALL = frozenset((
     "config.json", "generation_config.json", "training.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "vocab.txt", "vocab.json", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model", "spm.model",
-    "cog-pretrain.model", "other_heads.safetensors", _ADAPTER,
+    "cog-pretrain.model", "other_heads.safetensors", "modules.json", _ADAPTER,
     "adapter_model.safetensors", "adapter_model.bin",
 ))  # fmt: skip
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # the first that a directory has, whole or sharded

@@ -12,7 +12,9 @@ from typing import Any
 
 from data_utils.objectives import ObjectiveChoice
 from megatron_lite.checkpoint.manifest import Checkpoint
+from megatron_lite.config.lora import LORA
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.hf.files.provenance import provenance, task_of
 from megatron_lite.inference.open_run import OpenRun, blank_shares, objective_names
 from megatron_lite.metrics.records import valid_records
 
@@ -42,7 +44,7 @@ tags:
 | restarts | {restarts} |
 | skipped steps | {skipped} |
 | global batch | {batch} samples of {length} tokens |
-| objectives | {objectives} |
+| {learnt} | {objectives} |
 | tokenizer | {tokenizer_kind}, {vocabulary:,} tokens, fingerprint `{fingerprint}` |
 
 ## Data
@@ -79,12 +81,6 @@ model(input_ids).logits  # AutoModel gives hidden states"""
 
 
 _PUBLISHED = """{system}, written for the class `{class_name}` of transformers. {origin}{more}"""
-ORIGINS = {
-    (True, True): "Its weights were imported, and trained further on {names}.",
-    (True, False): "Its weights were imported, and were not trained further.",
-    (False, True): "It was trained from initial weights, on {names}.",
-    (False, False): "It has initial weights, and was not trained.",
-}
 _CLASS = """from transformers import {class_name}
 
 model = {class_name}.from_pretrained("PATH")"""
@@ -103,27 +99,26 @@ def model_card(run: OpenRun) -> str:
     words, task = _introduction(run.objectives), run.config.task
     if task is not None:
         words["introduction"] = f"Tuned on the task `{task.name}` ({task.kind}). {words['introduction']}"
+    origin = provenance(run)
+    if origin.is_imported or len(origin.trained) > 1:  # of others a directory may not tell
+        words["introduction"] += f" {origin}"
     if run.config.model.task_head != "none":
         words |= {"tags": "- glm\n- text-classification", "example": _CLASSIFIER}
-    return write_card(run, words, "")
+    return write_card(run, words, origin.is_imported)
 
 
-def published_card(
-    run: OpenRun, class_name: str, oldest: str, *, is_imported: bool, extra_file: str | None = None
-) -> str:
+def published_card(run: OpenRun, class_name: str, oldest: str, *, extra_file: str | None = None) -> str:
     """The card of an export to a class of transformers, in Markdown.
 
     Args:
         oldest: the first version of transformers that computes it.
-        is_imported: whether the run began with imported weights.
         extra_file: with weights that the class has not.
     """
-    system, steps = str(run.config.model.system), run.checkpoint.step
-    names = ", ".join(objective_names(run.objectives))
+    system, origin = str(run.config.model.system), provenance(run)
     introduction = _PUBLISHED.format(
         system=system,
         class_name=class_name,
-        origin=ORIGINS[is_imported, steps > 0].format(names=names),
+        origin=origin,
         more="" if extra_file is None else _EXTRA.format(file=extra_file),
     )
     introduction += _VERSIONS.format(oldest=oldest)
@@ -133,7 +128,7 @@ def published_card(
         "introduction": introduction,
         "example": _CLASS.format(class_name=class_name),
     }
-    return write_card(run, words, "and of the imported weights " if is_imported else "")
+    return write_card(run, words, origin.is_imported)
 
 
 def sizes(model: ModelConfig) -> str:
@@ -146,16 +141,20 @@ def sizes(model: ModelConfig) -> str:
     )
 
 
-def write_card(run: OpenRun, words: Mapping[str, str], sources: str) -> str:
+def write_card(run: OpenRun, words: Mapping[str, str], is_imported: bool) -> str:
     checkpoint, config, tokenizer = run.checkpoint, run.config, run.tokenizer
-    state, model = checkpoint.state, config.model
+    state, model, task = checkpoint.state, config.model, config.task
+    objectives = "; ".join(map(_described, run.objectives))
+    parameters = sum(math.prod(shape) for name, shape in checkpoint.shapes.items() if LORA not in name)
+    sources = "and of the imported weights " if is_imported else ""
     return _CARD.format(
-        **{"sizes": sizes(model), **words}, parameters=sum(map(math.prod, checkpoint.shapes.values())),
+        **{"sizes": sizes(model), **words}, parameters=parameters,
         sources=sources, run=checkpoint.path.parent.parent.name, step=checkpoint.step, steps=config.training.steps,
         samples=state.get("consumed_samples", 0), tokens=state.get("consumed_tokens", 0), seed=config.training.seed,
         precision=config.training.precision, restarts=state.get("restarts", "not recorded"),
         skipped=state.get("skipped_steps", "not recorded"), batch=config.batch.global_batch_size,
-        length=config.data.sequence_length, objectives="; ".join(map(_described, run.objectives)),
+        length=config.data.sequence_length if task is None else task.sequence_length,
+        learnt="objectives" if task is None else "task", objectives=objectives if task is None else task_of(task),
         tokenizer_kind=tokenizer.config.kind, vocabulary=tokenizer.vocab_size, fingerprint=tokenizer.fingerprint,
         data=_data_table(state.get("data")), evaluation=_evaluation(checkpoint),
     )  # fmt: skip

@@ -25,16 +25,23 @@ from data_utils.common import files
 from data_utils.common.errors import CheckpointError
 from data_utils.common.progress import progress_bar
 from data_utils.common.setting_files import one_line
-from data_utils.common.untrusted import conform, parse_json, read_bounded
+from data_utils.common.untrusted import conform, open_regular, parse_json, read_bounded
 from megatron_lite.checkpoint.tensor_files import write_tensors
 from megatron_lite.hf.files.left_out import is_buffer, listed
+from megatron_lite.hf.files.tokenizer_sizes import check_tokenizer_sizes
 
 WORDS = "embedding.word_embeddings.weight"  # our only parameter with padding rows
 TASK_CLASSIFIER, SCORE = "heads.task.classifier.", "score."  # a task's head, here and in transformers
 TRAINING_JSON = "training.json"
+TRAINING_TOKENIZER = "training_tokenizer"  # directory beside it
 # In the directory of a run that continues a released model: the rows of the word embedding that pad its vocabulary.
 PADDING_ROWS = "padding_rows.safetensors"
-MAX_JSON_BYTES = 64 << 20
+IMPORTED_FILES = "published"  # directory of a run: files of the import, which an export writes again
+# In a run: the repository and commit of the hub that its first weights, or its adapter's updates, are from.
+SOURCE, ADAPTER_SOURCE = "source.json", "adapter_source.json"
+MAX_JSON_BYTES = 16 << 20
+MAX_TENSORS = 20_000  # of a file, an index or a model: 126 layers of Llama have 1,138
+_MAX_NAMES_BYTES = 8 << 20  # of the part of a file that names its tensors
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 METADATA = {"format": "pt"}  # transformers loads no safetensors file without it
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -101,15 +108,17 @@ def write_json(path: Path, tree: Mapping[str, Any]) -> None:
 def open_directory(directory: Path) -> Weights:
     """The weights of a Hugging Face directory: safetensors if there are any, else pytorch_model.bin.
 
-    Raises: CheckpointError for missing, truncated or hostile files.
+    Raises: CheckpointError for missing, truncated or hostile files, those of the tokenizer beside them too.
     """
     # Safetensors first: they are memory-mapped and cannot hold code.
     for single, open_file in (("model.safetensors", open_safetensors), ("pytorch_model.bin", open_pickle)):
-        index = directory / f"{single}.index.json"
-        if index.exists():
-            return _require_unwrapped(_open_shards(index, open_file), index)
-        if (directory / single).exists():
-            return _require_unwrapped(open_file(directory / single), directory / single)
+        index, file = directory / f"{single}.index.json", directory / single
+        if index.exists() or file.exists():
+            weights = _open_shards(index, open_file) if index.exists() else open_file(file)
+            rows = max((size for shape in weights.shapes.values() for size in shape), default=0)
+            for place in (directory, directory / TRAINING_TOKENIZER):
+                check_tokenizer_sizes(place, rows)
+            return _require_unwrapped(weights, index if index.exists() else file)
     raise CheckpointError(
         f"{directory} has neither model.safetensors nor pytorch_model.bin, whole or sharded; "
         f"{_other_weights(directory)}."
@@ -161,24 +170,21 @@ def _open_shards(index: Path, open_file: Callable[[Path], Weights]) -> Weights:
     table = read_json(index).get("weight_map")
     if not isinstance(table, dict) or not table:
         raise CheckpointError(f"{index} has no weight_map; fetch it again.")
+    _require_few(len(table), index)
     for name in table.values():
         # A name from an untrusted index could lead out of the directory.
         if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
             raise CheckpointError(
                 f"{index} names a file {str(name)[:80]!r}; a shard must be in the directory of its index."
             )
+    # As transformers does: the files are those of the index, and their tensors are what they have. An index may name
+    # a tensor that is tied, and in no file.
     shards = {name: open_file(index.parent / name) for name in sorted(set(table.values()))}
-    # Old versions saved buffers too (position ids, masks), which no model loads.
-    table = {tensor: name for tensor, name in table.items() if not is_buffer(tensor)}
-    for tensor, name in table.items():
-        if tensor not in shards[name].shapes:
-            raise CheckpointError(
-                f"{index.parent / name} lacks the tensor {tensor} that {index.name} places there."
-            )
-    shapes = {tensor: shards[name].shapes[tensor] for tensor, name in table.items()}
+    place = {tensor: name for name, shard in shards.items() for tensor in shard.shapes}
+    shapes = {tensor: shards[name].shapes[tensor] for tensor, name in place.items()}
     buffers = tuple(tensor for shard in shards.values() for tensor in shard.buffers)
     doubles = tuple(tensor for shard in shards.values() for tensor in shard.doubles)
-    return Weights(shapes, lambda tensor: shards[table[tensor]].read(tensor), buffers, doubles)
+    return Weights(shapes, lambda tensor: shards[place[tensor]].read(tensor), buffers, doubles)
 
 
 def open_safetensors(path: Path) -> Weights:
@@ -186,8 +192,12 @@ def open_safetensors(path: Path) -> Weights:
     shapes, dtypes = {}, {}
     _require_no_pointer(path)
     try:
+        with open_regular(path) as raw:
+            _require_small_names(int.from_bytes(raw.read(8), "little"), path.stat().st_size, path)
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  not a dictionary
+            names = file.keys()
+            _require_few(len(names), path)
+            for name in names:
                 found = file.get_slice(name)
                 shapes[name], dtypes[name] = tuple(found.get_shape()), found.get_dtype()
     except (OSError, SafetensorError) as error:
@@ -215,9 +225,13 @@ def load_pickle(path: Path) -> dict[str, Any]:
     """
     _require_no_pointer(path)
     try:
+        # Files of torch before 1.6 are not zip archives and cannot be memory-mapped.
+        if is_archive := zipfile.is_zipfile(path):
+            _require_stored(path)
         with torch.serialization.safe_globals(_plain_globals()):
-            # Files of torch before 1.6 are not zip archives and cannot be memory-mapped.
-            tree = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            tree = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
+    except CheckpointError:
+        raise
     except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
         raise CheckpointError(f"{path}: {error.strerror}; check the directory.") from None
     except Exception as error:  # a damaged or hostile pickle can raise anything
@@ -231,6 +245,48 @@ def load_pickle(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise CheckpointError(f"{path} must hold a dictionary of tensors, not {type(tree).__name__}.")
     return tree
+
+
+def _require_stored(path: Path) -> None:
+    """Raise CheckpointError for an archive that torch.save did not write: it stores bytes as they are."""
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+    size = path.stat().st_size
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries) or size < sum(
+        entry.file_size for entry in entries
+    ):
+        raise CheckpointError(
+            f"{path} is a compressed archive, which torch.save never writes; save its tensors again, best as "
+            "safetensors."
+        )
+    _require_few(len(entries), path)
+    names = (entry.file_size for entry in entries if entry.filename.endswith("data.pkl"))
+    _require_small_names(max(names, default=0), size, path)
+
+
+def _require_small_names(size: int, size_of_file: int, path: Path) -> None:
+    """Raise CheckpointError, before it is parsed, for a list of tensors that no model has. Args: size: in bytes."""
+    if _MAX_NAMES_BYTES < size <= size_of_file:  # a larger one is damage, which the reader reports
+        raise CheckpointError(
+            f"{path} lists its tensors in {size:,} bytes, and a model that can be imported in {_MAX_NAMES_BYTES:,} at "
+            "most; fetch it again."
+        )
+
+
+def _require_few(count: int, path: Path) -> None:
+    if count > MAX_TENSORS:
+        raise CheckpointError(
+            f"{path} has {count:,} tensors, and a model that can be imported {MAX_TENSORS:,} at most; fetch it again."
+        )
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of a file has its own numbers there; a stride of 0 makes any size of a single one."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and tensor.nbytes <= tensor.untyped_storage().nbytes()
+    )
 
 
 def _plain_globals() -> list[Any]:
@@ -254,7 +310,13 @@ def from_state_dict(state: Mapping[str, Any], origin: Path) -> Weights:
             f"{origin} has no tensors at its top level, as the checkpoint of a trainer; save the mapping "
             f"{' or '.join(nested)} alone, with the tensor names of the class of transformers."
         )
+    _require_few(len(state), origin)
     _require_floats((name for name in state if name not in floats), origin)
+    if unreal := [name for name, value in floats.items() if not _is_whole(value)]:
+        raise CheckpointError(
+            f"{origin}: {listed(unreal)} has more numbers than the file stores of it; save the tensors again, best as "
+            "safetensors."
+        )
     shapes = {name: tuple(value.shape) for name, value in floats.items()}
     doubles = (name for name, value in floats.items() if value.dtype == torch.float64)
     others = [name for name in state if name not in floats]

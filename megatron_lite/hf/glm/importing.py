@@ -48,6 +48,7 @@ from megatron_lite.hf.files.weights import (
     SCORE,
     TASK_CLASSIFIER,
     TRAINING_JSON,
+    TRAINING_TOKENIZER,
     WORDS,
     Weights,
     check_shapes,
@@ -57,7 +58,7 @@ from megatron_lite.hf.files.weights import (
 from megatron_lite.hf.glm import proof as glm_proof
 from megatron_lite.hf.glm import released
 from megatron_lite.hf.glm.configuration_glm import GLMConfig
-from megatron_lite.hf.glm.tokenizer_files import TRAINING_TOKENIZER, prove_tokenizer, training_tokenizer
+from megatron_lite.hf.glm.tokenizer_files import prove_tokenizer, training_tokenizer
 from megatron_lite.hf.published.source import unsupported
 from megatron_lite.hf.published.usual import with_sizes
 from megatron_lite.inference.open_run import load_model

@@ -18,6 +18,7 @@ from data_utils.tokenizers.library_tokenizer import HuggingFaceTokenizer, specia
 from data_utils.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig, read_files
 from megatron_lite.hf.files.tokenizer_proof import TokenizerProof, awkward_texts
+from megatron_lite.hf.files.weights import TRAINING_TOKENIZER
 from megatron_lite.hf.glm.tokenization_glm import (
     JOIN,
     MARKERS,
@@ -25,7 +26,6 @@ from megatron_lite.hf.glm.tokenization_glm import (
     GLMTokenizerFast,
 )
 
-TRAINING_TOKENIZER = "training_tokenizer"
 # Encoded by both tokenizers in the proof: case, accents, white space, punctuation, blanks, other scripts.
 SAMPLE_TEXTS = (
     "Paris is the [MASK] of France.",

@@ -25,18 +25,20 @@ from megatron_lite.checkpoint.tensor_files import write_tensors
 from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.lora import LoraConfig
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.systems import reads_both_ways, with_objective
 from megatron_lite.config.task_rows import with_task_rows
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.files import proof
-from megatron_lite.hf.files.config_json import write_config
+from megatron_lite.hf.files.config_json import by_transformers, write_config
 from megatron_lite.hf.files.first_checkpoint import write_imported_run
-from megatron_lite.hf.files.lora import merged, split_updates, without_updates
+from megatron_lite.hf.files.lora import merged, split_updates
 from megatron_lite.hf.files.model_card import published_card
 from megatron_lite.hf.files.proof_report import Report
 from megatron_lite.hf.files.system_table import PublishedSystem
 from megatron_lite.hf.files.tokenizer_proof import prove_exported
 from megatron_lite.hf.files.weights import (
     DTYPES,
+    IMPORTED_FILES,
     METADATA,
     Weights,
     new_directory,
@@ -72,7 +74,7 @@ from megatron_lite.hf.published.tokenizers import (
     require_same_ids,
     write_tokenizer,
 )
-from megatron_lite.hf.published.usual import with_objective, with_sizes
+from megatron_lite.hf.published.usual import with_sizes
 from megatron_lite.hf.published.versions import oldest_version
 from megatron_lite.hf.published.write_config import NOT_IN_FILES, former_fields, hf_config
 from megatron_lite.inference.decoders import template_of
@@ -83,7 +85,6 @@ from megatron_lite.model.init import initialize_parameters
 
 log = logging.getLogger(__name__)
 
-IMPORTED_FILES = "published"  # directory of a run: files of the import, which an export writes again
 SKIPPED_ROWS = "rows.safetensors"  # file in that directory
 # Parameters that no class of transformers has: of SpanBERT's head, of class_heads, and of DeBERTa's discriminator.
 _NOT_IN_CLASSES = ("heads.span_boundary.", "heads.boundary_bias", "heads.sentence.classifiers.", "replaced.")
@@ -133,7 +134,8 @@ def build_import_config(
     tokenizer = {"added_tokens": "none", **(tree.get("tokenizer") or {})}
     is_imported = "path" not in tokenizer
     if is_imported:
-        tokenizer = import_tokenizer(source.path, directory / IMPORTED_FILES, tokenizer)
+        with by_transformers(source.path):
+            tokenizer = import_tokenizer(source.path, directory / IMPORTED_FILES, tokenizer)
     require_rows(load_tokenizer(build(TokenizerConfig, tokenizer, "tokenizer.")), source)
     # Tables may be longer than the tokenizer (Qwen): the model's size counts.
     tokenizer = {"vocab_size": source.settings["vocab_size"], **tokenizer}
@@ -268,14 +270,21 @@ def trained_template(run: OpenRun) -> PromptTemplate | None:
 
 def write_published(directory: Path, weights: Weights, run: OpenRun, dtype: str, max_shard_bytes: int) -> str:
     """Write a run's model as a directory of its class, with its card. Returns: the name of the class."""
-    imported = run.checkpoint.path.parent.parent / IMPORTED_FILES
     stack = stack_of(run, weights)
     class_name, extra_file = write_stack(directory, stack, dtype, max_shard_bytes)
+    both_ways = [
+        choice.name for choice in run.objectives if reads_both_ways(run.config.model.system, choice.name)
+    ]
+    if both_ways:
+        log.warning(
+            "%s reads texts from left to right, but the run was trained on %s, which reads them in both directions",
+            class_name,
+            ", ".join(both_ways),
+        )
     oldest = oldest_version(class_name, run.config.model, read_json(directory / "config.json"))
     if oldest.startswith("5"):
         log.warning("transformers before %s does not compute what this %s does", oldest, class_name)
-    plain = replace(run, config=without_updates(run.config))
-    card = published_card(plain, class_name, oldest, is_imported=imported.exists(), extra_file=extra_file)
+    card = published_card(run, class_name, oldest, extra_file=extra_file)
     (directory / "README.md").write_text(card, encoding="utf-8")
     return class_name
 

@@ -27,6 +27,7 @@ from megatron_lite.hf.files.config_json import (
     by_transformers,
     check_fields,
     check_sizes,
+    code_of,
     quiet,
     read_config_json,
 )
@@ -70,6 +71,9 @@ _HEAD_PARAMETERS = {  # options of `PublishedSystem.optional` and the parameter 
     "head_bias": "heads.bias",
 }  # fmt: skip
 
+# Published with code of their own, which the tables here follow.
+_WITH_CODE = ("neobert", "eurobert")
+_SENTENCES = "modules.json"  # of sentence-transformers
 # Of a base model, whose files may lack it: hidden states do not depend on it.
 _POOLER = re.compile(r"(^|\.)pooler\.")
 
@@ -121,9 +125,10 @@ def unsupported(path: Path, config_json: Mapping[str, Any]) -> CheckpointError:
             f"{path / CONFIG_JSON} has no model_type and names {named}, and the tensors are of no model that can be "
             f'imported; if it is one, add "model_type" to it: {types}.'
         )
+    code = code_of(config_json)
     return CheckpointError(
-        f"{path / CONFIG_JSON}: model_type is {shown(config_json['model_type'])}, which cannot be imported; the "
-        f"types that can are {types}."
+        f"{path / CONFIG_JSON}: model_type is {shown(config_json['model_type'])}, which cannot be imported"
+        f"{f' ({code})' if code else ''}; the types that can are {types}."
     )
 
 
@@ -140,6 +145,11 @@ def open_published(
     system = system_in(path, config_json, weights)
     if system is None:
         raise unsupported(path, config_json)
+    if (code := code_of(config_json)) and system.model_type not in _WITH_CODE:
+        raise CheckpointError(
+            f"{path / CONFIG_JSON}: {code}; a {system.model_type} here computes what the class of transformers does. "
+            "If that is this model too, remove auto_map from the file."
+        )
     check_fields(path, config_json, system)
     system = with_head_names(system, config_json, weights.shapes)
     try:
@@ -282,6 +292,11 @@ def _warnings(source: PublishedSource, model: ModelConfig) -> Iterator[str]:
     system = source.system
     class_name = source.class_name or transformers_class_name(system, model)
     yield from left_out_lines(source.ignored, f"the class {class_name}", source.theirs.doubles)
+    if (source.path / _SENTENCES).exists():
+        yield (
+            f"{_SENTENCES} is of sentence-transformers; the Transformer alone is imported, without pooling, "
+            "normalisation and prompts"
+        )
     for name in system.untrained:
         if value := source.config_json.get(name):
             yield f"{name} is {shown(value)}; it is not trained here: no layer is dropped"

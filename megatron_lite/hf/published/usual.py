@@ -1,7 +1,4 @@
-"""Defaults of an import: the objective of the model's class, and sizes that fit the model.
-
-    with_objective   what the class was trained on, as far as its directory tells, with its paper's settings
-    with_sizes       steps, length of samples, batch and warm-up
+"""Sizes of an import that fit the model: steps, length of samples, batch and warm-up.
 
 Settings of the user override them. Settings of a recipe that the directory does not contain come from configs/.
 """
@@ -13,47 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.common.settings import build, check, merge
-from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.sections import BatchConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.hf.published.systems import SYSTEMS_BY_NAME
 
 STEPS = 1000
 LONGEST = 2048  # positions: rotary models have many more, but longer samples make a first run slow
 MICRO_BATCH_TOKENS = 4096  # the default batch: 8 samples of 512 tokens
-# Objectives of systems that are neither causal nor plain masked language models.
-_OBJECTIVES = {
-    "albert": "albert", "ernie": "ernie", "ernie2": "ernie", "spanbert": "spanbert", "unilm": "unilm",
-    "xlnet": "xlnet", "bart": "bart", "mass": "mass", "t5": "t5", "t5_1_1": "t5", "mt5": "t5",
-}  # fmt: skip
-# Settings in which a system's recipe differs from the objective's defaults.
-_RECIPES: dict[str, dict[str, Any]] = {
-    "modernbert": {"masked_ratio": 0.3},
-    "neobert": {"masked_ratio": 0.2, "mask_token_prob": 1.0, "random_token_prob": 0.0},
-    "bart": {"predict_cls": True},
-}
-# Objective -> its setting that turns on the labels of the head on CLS.
-_SENTENCE_LABELS = {
-    "masked_lm": "next_sentence", "ernie": "next_sentence", "unilm": "next_sentence", "albert": "sentence_order",
-}  # fmt: skip
-
-
-def with_objective(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree with the objective of its section `model` and that objective's section, if it names no objective."""
-    if tree.get("objectives"):
-        return dict(tree)
-    model = build(ModelConfig, tree["model"], "model.")
-    usual = "causal" if SYSTEMS_BY_NAME[model.system].is_causal else "masked_lm"
-    name = _OBJECTIVES.get(model.system, usual)
-    section = dict(_RECIPES.get(model.system, {}))
-    has_label = name in _SENTENCE_LABELS and model.sentence_classes > 0
-    if name in _SENTENCE_LABELS:
-        section[_SENTENCE_LABELS[name]] = has_label
-    chosen: dict[str, Any] = {"objectives": {name: 1.0}, name: section}
-    # The label weighs as much as all masked tokens, as in the class's loss.
-    if has_label and not tree.get("task"):
-        chosen["training"] = {"loss_normalization": "per_objective"}
-    return merge(chosen, tree)
 
 
 def with_sizes(path: Path, model: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:

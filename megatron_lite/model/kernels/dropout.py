@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
+
+from data_utils.common.compiler import njit
 
 SITES = ("embedding", "attention", "attended", "expanded", "activated", "final")
 _FIRST_SITES = 4  # of the first version: the numbers of their salts do not depend on the other sites

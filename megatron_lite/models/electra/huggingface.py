@@ -30,16 +30,16 @@ from megatron_lite.config.tree import Config
 from megatron_lite.hf.files import proof
 from megatron_lite.hf.files.config_json import CONFIG_JSON
 from megatron_lite.hf.files.first_checkpoint import write_imported_run
-from megatron_lite.hf.files.model_card import ORIGINS, sizes, write_card
+from megatron_lite.hf.files.model_card import sizes, write_card
 from megatron_lite.hf.files.proof_report import Report
+from megatron_lite.hf.files.provenance import provenance
 from megatron_lite.hf.files.tokenizer_proof import prove_exported
-from megatron_lite.hf.files.weights import DTYPES, WORDS, Weights, check_shapes, new_directory
+from megatron_lite.hf.files.weights import DTYPES, IMPORTED_FILES, WORDS, Weights, check_shapes, new_directory
 from megatron_lite.hf.model_format import HuggingFaceFormat
 from megatron_lite.hf.published.heads import transformers_class_name
 from megatron_lite.hf.published.proof import ask as ask_published
 from megatron_lite.hf.published.proof import proof_batch, their_output
 from megatron_lite.hf.published.runs import (
-    IMPORTED_FILES,
     Stack,
     build_import_config,
     copy_imported_files,
@@ -157,8 +157,7 @@ def _run_name(stack: str, name: str, has_detached_tables: bool) -> str:
 
 def _card(run: OpenRun) -> str:
     """The card of an export, in Markdown."""
-    is_imported = (run.checkpoint.path.parent.parent / IMPORTED_FILES).exists()
-    origin = ORIGINS[is_imported, run.checkpoint.step > 0].format(names="electra")
+    origin = provenance(run)
     generator, discriminator = generator_of(run.config), run.config.model
     words = {
         "tags": "- electra",
@@ -170,7 +169,7 @@ def _card(run: OpenRun) -> str:
             discriminator=transformers_class_name(published_system(discriminator), discriminator),
         ),
     }
-    return write_card(run, words, "and of the imported weights " if is_imported else "")
+    return write_card(run, words, origin.is_imported)
 
 
 def _join_stacks(

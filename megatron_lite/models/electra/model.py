@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from data_utils.common.losses import MASKED, REPLACED
-from data_utils.common.random_streams import derive_seed
+from data_utils.common.seeds import derive_seed
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.dense import Linear
 from megatron_lite.model.kernels import fused

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from data_utils.common.random_streams import derive_seed
+from data_utils.common.seeds import derive_seed
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.model.build import ModelSpec

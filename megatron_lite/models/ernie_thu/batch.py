@@ -18,7 +18,7 @@ import torch
 
 from data_utils.common.batch_fields import BLOCK_POSITION_IDS, DOC
 from data_utils.common.losses import ENTITIES
-from data_utils.common.random_streams import derive_seed
+from data_utils.common.seeds import derive_seed
 from data_utils.dataset.vectors import Vectors
 from data_utils.loader.loader import SampleLoader
 from data_utils.objectives.entities import EntitiesConfig

@@ -30,10 +30,12 @@ from megatron_lite.checkpoint.read import weight_reader
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.files.config_json import CONFIG_JSON, Rate, Size, check_sizes
 from megatron_lite.hf.files.first_checkpoint import write_imported_run
-from megatron_lite.hf.files.model_card import ORIGINS, write_card
+from megatron_lite.hf.files.model_card import write_card
+from megatron_lite.hf.files.provenance import provenance
 from megatron_lite.hf.files.system_table import TensorRule, prefixed
 from megatron_lite.hf.files.weights import (
     DTYPES,
+    IMPORTED_FILES,
     Weights,
     check_shapes,
     new_directory,
@@ -44,7 +46,7 @@ from megatron_lite.hf.files.weights import (
 )
 from megatron_lite.hf.model_format import HuggingFaceFormat
 from megatron_lite.hf.published.read_config import model_settings
-from megatron_lite.hf.published.runs import IMPORTED_FILES, check_vocabulary, require_same_model
+from megatron_lite.hf.published.runs import check_vocabulary, require_same_model
 from megatron_lite.hf.published.source import PublishedSource
 from megatron_lite.hf.published.systems import BERT
 from megatron_lite.hf.published.tensor_map import normalize_names, tensor_mappings, to_ours, to_theirs
@@ -154,10 +156,10 @@ class ErnieFormat(HuggingFaceFormat):
         base = read_json(imported) if imported.exists() else {}
         write_json(directory / ERNIE_CONFIG, {**base, **described})
         (directory / VOCABULARY).write_bytes(read_files(run.tokenizer.config)["vocab.txt"])
-        origin = ORIGINS[imported.exists(), run.checkpoint.step > 0].format(names="entities")
+        origin = provenance(run, "entities")
         introduction = _CARD.format(name=_NAME, origin=origin)
         words_of_card = {"tags": "- ernie", "title": _NAME, "introduction": introduction, "example": _EXAMPLE}
-        card = write_card(run, words_of_card, "and of the imported weights " if imported.exists() else "")
+        card = write_card(run, words_of_card, origin.is_imported)
         (directory / "README.md").write_text(card, encoding="utf-8")
 
     def read(

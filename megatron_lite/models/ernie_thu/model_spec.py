@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.common.errors import CheckpointError, ConfigError
-from data_utils.common.random_streams import derive_seed
+from data_utils.common.seeds import derive_seed
 from data_utils.dataset.vectors import Vectors
 from data_utils.objectives.entities import EntitiesConfig
 from data_utils.tasks.readers.marked import entity_count

@@ -34,12 +34,14 @@ from megatron_lite.config.tree import Config
 from megatron_lite.hf.files import proof
 from megatron_lite.hf.files.config_json import by_transformers
 from megatron_lite.hf.files.first_checkpoint import write_imported_run
-from megatron_lite.hf.files.model_card import ORIGINS, sizes, write_card
+from megatron_lite.hf.files.model_card import sizes, write_card
 from megatron_lite.hf.files.proof_report import Report
+from megatron_lite.hf.files.provenance import provenance
 from megatron_lite.hf.files.recipe import Recorded, read_recipe, write_recipe
 from megatron_lite.hf.files.tokenizer_proof import prove_exported
 from megatron_lite.hf.files.weights import (
     DTYPES,
+    IMPORTED_FILES,
     METADATA,
     Weights,
     check_shapes,
@@ -50,7 +52,6 @@ from megatron_lite.hf.files.weights import (
 )
 from megatron_lite.hf.model_format import HuggingFaceFormat
 from megatron_lite.hf.published.runs import (
-    IMPORTED_FILES,
     Stack,
     check_vocabulary,
     copy_imported_files,
@@ -171,13 +172,13 @@ def directory_of(prefix: str) -> str:
 def _card(run: OpenRun) -> str:
     """The card of an export, in Markdown."""
     config = run.config
-    steps, latent = run.checkpoint.step, latent_of(config)
+    origin, latent = provenance(run, "sentences"), latent_of(config)
     paths = [text for is_used, text in ((latent.memory, _MEMORY), (latent.embedding, _EMBEDDING)) if is_used]
     introduction = _OPTIMUS.format(
         latent_size=latent.latent_size,
         feature="pooled CLS" if latent.feature == "pooler" else "CLS",
         ways=", and ".join(paths),
-        origin=ORIGINS[False, steps > 0].format(names="sentences"),
+        origin=origin,
     )
     words = {
         "tags": "- optimus",
@@ -186,7 +187,7 @@ def _card(run: OpenRun) -> str:
         "sizes": f"an encoder of {sizes(config.model)}, and a decoder of {sizes(decoder_of(config))}",
         "example": _STACKS,
     }
-    return write_card(run, words, "and of imported weights, where it began with such, ")
+    return write_card(run, words, origin.is_imported)
 
 
 def _unread(name: str) -> torch.Tensor:
@@ -286,7 +287,8 @@ def _config(
         is_brought = "path" not in options
         if is_brought:
             kept = directory / IMPORTED_FILES / directory_of(prefix)
-            options = import_tokenizer(stack.path, kept, {"added_tokens": added, **options})
+            with by_transformers(stack.path):
+                options = import_tokenizer(stack.path, kept, {"added_tokens": added, **options})
         whole[of_tokenizer] = options
         tokenizers[prefix] = _tokenizer(options, of_tokenizer, stack)
         if verify and not is_brought:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from data_utils.common.random_streams import derive_seed
+from data_utils.common.seeds import derive_seed
 
 _PER_BLOCK = 4  # words of NumPy's Philox
 

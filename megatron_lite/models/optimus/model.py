@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from data_utils.common.random_streams import derive_seed
+from data_utils.common.seeds import derive_seed
 from data_utils.objectives import LOSS_NAMES
 from data_utils.objectives.optimus import OptimusConfig
 from megatron_lite.config.model import ModelConfig

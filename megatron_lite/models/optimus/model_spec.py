@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.common.errors import CheckpointError
-from data_utils.common.random_streams import derive_seed
+from data_utils.common.seeds import derive_seed
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.model.build import ModelSpec

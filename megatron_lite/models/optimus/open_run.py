@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from data_utils.common.errors import ConfigError, DataError
-from data_utils.common.random_streams import derive_seed
+from data_utils.common.seeds import derive_seed
 from data_utils.loader.loader import collate
 from data_utils.objectives import LOSS_NAMES, make_objective
 from data_utils.tokenizers.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from data_utils.common.random_streams import derive_seed
+from data_utils.common.seeds import derive_seed
 
 LEARNT_SHARE = 0.8  # of each class's sentences, where no number is given
 PENALTY = 1.0  # on half the sum of the squared weights

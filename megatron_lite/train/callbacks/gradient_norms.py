@@ -18,6 +18,7 @@ from megatron_lite.engine.engine import Engine, StepResult
 from megatron_lite.metrics.writer import Metrics
 from megatron_lite.model.build import model_spec
 from megatron_lite.model.trained_model import DECODER, ENCODER
+from megatron_lite.optim.square_sums import square_sums
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.runtime.control import Requests
 from megatron_lite.train.callbacks.callback import Callback, is_multiple
@@ -51,8 +52,8 @@ class GradientNorms:
     def add(self, fragment: Fragment, gradient: torch.Tensor) -> None:
         if fragment.is_copy:
             return
-        norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
-        self._squares[self._names.index(layer_of(fragment.name))] += norm.to(self._squares.device) ** 2
+        (square_sum,) = square_sums([gradient]).to(self._squares.device)
+        self._squares[self._names.index(layer_of(fragment.name))] += square_sum
 
     def norms(self, clip_divisor: float) -> dict[str, float]:
         """Layer -> norm before clipping, over all ranks; called by every rank."""

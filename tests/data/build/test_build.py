@@ -1,6 +1,4 @@
-import pickle
 import shutil
-from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 from hypothesis import given, settings
@@ -74,21 +72,6 @@ def test_many_small_files_are_shared_by_the_workers(tmp_path, monkeypatch):
     monkeypatch.setattr("data_utils.build.corpus._SHARD_FILES", 2)
     assert make_of_files(raw, 5, tmp_path / "shared", workers=2).shards == 3
     assert files(tmp_path / "shared") == files(tmp_path / "whole")
-
-
-def test_workers_hold_the_names_of_their_shard_alone(tmp_path, monkeypatch):
-    """Each had the names of all files: half a gigabyte for a million."""
-    sizes = []
-
-    class Pool(ProcessPoolExecutor):
-        def __init__(self, *arguments, initargs, **options):
-            sizes.append(len(pickle.dumps(initargs[0])))
-            super().__init__(*arguments, initargs=initargs, **options)
-
-    monkeypatch.setattr("data_utils.build.workers.ProcessPoolExecutor", Pool)
-    for count in (1, 200):
-        make_of_files(tmp_path / "raw", count, tmp_path / f"out_{count:03}", workers=1)
-    assert abs(sizes[0] - sizes[1]) < 50
 
 
 def test_splits_share_the_documents(tmp_path):

@@ -5,16 +5,12 @@ The tests that start whole processes run a few cases; the marker `slow` runs the
 
 import gzip
 import json
-import multiprocessing
 import os
 import random
 import resource
 import shutil
 import signal
-import threading
 import traceback
-from concurrent.futures.process import _ExecutorManagerThread
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import pyarrow
@@ -32,7 +28,6 @@ from support.builds import (
     start,
 )
 from support.byte_tokenizer import (
-    AnnouncingTokenizer,
     CountingTokenizer,
     DyingTokenizer,
     HungryTokenizer,
@@ -254,7 +249,7 @@ def test_an_interrupted_build_continues_with_the_missing_shards(tmp_path, input_
 
 @pytest.mark.parametrize("seed", [2, 5])
 def test_a_build_interrupted_while_its_workers_start_is_one_line(tmp_path, input_path, seed):
-    """Workers import for seconds before they can ignore Ctrl-C."""
+    """A worker has the handlers of the command until its own are set."""
     process = start(input_path, tmp_path / "out/c")
     wait_until(lambda: len(members(tmp_path / "out/c")) > 1)
     random_delay(random.Random(seed), 0.7)
@@ -262,45 +257,6 @@ def test_a_build_interrupted_while_its_workers_start_is_one_line(tmp_path, input
     _, errors = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 128 + signal.SIGINT
     assert errors.startswith("interrupted") and errors.count("\n") == 1, errors
-
-
-def pool_is_broken():
-    managers = [thread for thread in threading.enumerate() if isinstance(thread, _ExecutorManagerThread)]
-    pools = [manager.executor_reference() for manager in managers]
-    return all(pool is None or pool._broken for pool in pools)
-
-
-@pytest.mark.parametrize("moment", ["before the second starts", "while the second starts"])
-def test_a_worker_that_dies_before_all_have_started(tmp_path, monkeypatch, moment):
-    """The pool of Python 3.11 starts workers one by one; one that comes after the break it would join for ever."""
-    original, started = SpawnProcess.start, []
-    loaded = tmp_path / "loaded"
-    loaded.mkdir()
-    monkeypatch.setenv("ANNOUNCED", str(loaded))
-
-    def kill_the_first():
-        if started:
-            os.kill(started[0].pid, signal.SIGKILL)
-            wait_until(pool_is_broken)
-
-    def start_slowly(process):
-        if moment.startswith("before"):
-            kill_the_first()
-        original(process)
-        if moment.startswith("while"):
-            wait_until((loaded / str(process.pid)).exists)  # before that it would die by itself
-            kill_the_first()
-        started.append(process)
-
-    monkeypatch.setattr(SpawnProcess, "start", start_slowly)
-    (tmp_path / "a.jsonl").write_text(to_jsonl(["x" * 100] * 30))
-
-    def work():
-        with pytest.raises(DataError, match="worker process died"):
-            build(tmp_path / "a.jsonl", tmp_path / "out/c", AnnouncingTokenizer, workers=2)
-        wait_until(lambda: not multiprocessing.active_children())
-
-    assert run_in_fork(work, seconds=60) == 0
 
 
 @pytest.mark.parametrize(

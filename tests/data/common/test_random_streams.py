@@ -13,7 +13,6 @@ from data_utils.common.random_streams import (
     below,
     chance,
     chance_threshold,
-    derive_seed,
     new_rng,
     next_word,
     philox4x32,
@@ -22,6 +21,7 @@ from data_utils.common.random_streams import (
     source_digest,
     uniform,
 )
+from data_utils.common.seeds import derive_seed
 
 # Known-answer vectors of the Random123 distribution for philox4x32 with 10 rounds: counter, key, result.
 KNOWN_ANSWERS = [

@@ -171,6 +171,9 @@ def test_values_that_mean_the_right_type_are_taken(key, value, expected):
         ("extra", None, "extra must be a mapping, not None; write its keys, or remove it"),
         ("inner.cuont", 1, "unknown setting inner.cuont; the nearest valid key is inner.count."),
         ("count", 1, "the nearest valid key is inner.count: write inner: {count: 1}."),
+        # What is to be written would be refused for its value.
+        ("count.dtype", 1, "unknown setting count; the nearest valid key is inner.count."),
+        ("count", "many", "unknown setting count; the nearest valid key is inner.count."),
         ("inner.size", 1, "unknown setting inner.size; the nearest valid key is size."),
         ("zzz", 1, "unknown setting zzz; valid keys here are extra, flag, inner, items, maybe, size."),
     ],

@@ -162,6 +162,11 @@ def test_all_text_of_a_short_run_may_be_read():
     phases = phases_of([(60 * 4 + 90 * 2 + 200, (1, 1, 1))], (4, 2, 1))
     counts, epochs = counted(phase_mixtures(indexes, 4, phases), phases)
     assert epochs.tolist() == [4, 2, 1] and counts.sum() == 620
+    for sizes, caps, most in (((60, 90, 200), (4, 2, 1), 620), ((68,), (1,), 68), ((68,), (0.5,), 34)):
+        indexes, weights = [Corpus(size) for size in sizes], [1] * len(sizes)
+        phase_mixtures(indexes, 4, phases_of([(most, weights)], caps))
+        with pytest.raises(ConfigError, match="too little text for max_epochs"):
+            phase_mixtures(indexes, 4, phases_of([(most + 1, weights)], caps))
 
 
 @pytest.mark.parametrize("scale", [1, 10])  # within one block, where the numbers are exact, and in several
@@ -179,11 +184,12 @@ def test_too_little_text_is_an_error_with_the_steps_that_it_suffices_for(plan, s
     assert epochs.max() <= 2
 
 
-def test_a_corpus_of_which_nothing_is_left_is_an_error_that_names_it():
-    with pytest.raises(
-        ConfigError, match="leaves 1 less than one sample, or one in 4096, of phase 2; raise max"
-    ):
-        phase_mixtures([Corpus(9000), Corpus(3)], 4, phases_of([(20, (1, 0)), (60_000, (1, 1))], (None, 2)))
+def test_a_corpus_of_which_nothing_is_left_is_not_read_and_that_is_said():
+    mixtures = phase_mixtures(
+        [Corpus(9000), Corpus(3)], 4, phases_of([(20, (1, 0)), (60_000, (1, 1))], (None, 2))
+    )
+    assert [mixture.quotas.tolist() for mixture in mixtures] == [[4096, 0]] * 2
+    assert any(line.startswith("warning: corpus of 3 is not read") for line in extent(mixtures, 60_020, 8))
 
 
 @pytest.mark.filterwarnings("error")

@@ -10,7 +10,7 @@ from support.commands import assert_refused, forked
 from support.corpora import build
 from support.project import small_run
 
-from data_utils.common.random_streams import derive_seed
+from data_utils.common.seeds import derive_seed
 from data_utils.common.settings import merge
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.loader.config import CorpusConfig, DataConfig
@@ -71,6 +71,8 @@ def test_one_window_for_a_whole_run_is_warned_of_twice(corpora):
 
 def test_few_epochs_are_not_warned_of(corpora):
     lines = [list(extent([mixture(corpora, "a")], samples, 8)) for samples in (300 * 4, 300 * 4 + 30)]
+    assert [sum(line.startswith("warning: ") for line in each) for each in lines] == [0, 1]
+    lines = [list(extent([mixture(corpora, "a")], 300 * 4, batch_size)) for batch_size in (300, 301)]
     assert [sum(line.startswith("warning: ") for line in each) for each in lines] == [0, 1]
 
 

@@ -12,7 +12,7 @@ from data_utils.dataset.unmapped import FileTokens
 from data_utils.dataset.writer import IndexedDatasetWriter
 from data_utils.loader.sampler import WindowIndex, _first_document, derive_key, permute, unpermute
 
-KEYS = st.integers(0, 2**64 - 1)
+KEYS = st.integers(0, 2**64 - 1).map(np.uint64)
 
 
 def make_dataset(prefix, lengths, vocab_size=60000):
@@ -26,7 +26,7 @@ def make_dataset(prefix, lengths, vocab_size=60000):
 
 def test_permute_is_a_bijection_for_every_small_n():
     for n in range(1, 2001):
-        image = {permute(i, n, 12345 + n) for i in range(n)}
+        image = {permute(i, n, np.uint64(12345 + n)) for i in range(n)}
         assert image == set(range(n)), n
 
 
@@ -64,7 +64,7 @@ def test_permute_shuffles():
     counts = np.zeros((n, n))
     for key in range(keys):
         for i in range(n):
-            counts[i, permute(i, n, derive_key(1, 2, key))] += 1
+            counts[i, permute(i, n, np.uint64(derive_key(np.uint64(1), 2, key)))] += 1
     expected = keys / n
     chi_square = ((counts - expected) ** 2 / expected).sum()
     degrees = (n - 1) ** 2
@@ -74,15 +74,15 @@ def test_permute_shuffles():
 def test_permute_breaks_up_neighbours():
     """The distance of the images of neighbours is that of random pairs, n / 3 on average, not small."""
     n = 100_000
-    image = np.array([permute(i, n, 7) for i in range(20_000)])
+    image = np.array([permute(i, n, np.uint64(7)) for i in range(20_000)])
     distance = np.abs(np.diff(image)).mean()
     assert 0.95 < distance / (n / 3) < 1.05  # standard error of the mean: 0.5 %
 
 
 def test_permutation_is_frozen():
     """The order is part of the data format: a change would break the resumption of running trainings."""
-    assert [permute(i, 10, 0) for i in range(10)] == FROZEN_PERMUTATION
-    assert derive_key(1, 2, 3) == FROZEN_KEY
+    assert [permute(i, 10, np.uint64(0)) for i in range(10)] == FROZEN_PERMUTATION
+    assert derive_key(np.uint64(1), 2, 3) == FROZEN_KEY
 
 
 FROZEN_PERMUTATION = [9, 7, 3, 2, 6, 4, 8, 5, 0, 1]
@@ -91,7 +91,10 @@ FROZEN_KEY = 2765949554769063666
 
 def test_keys_differ():
     keys = {
-        derive_key(seed, stream, number) for seed in range(20) for stream in range(20) for number in range(20)
+        derive_key(np.uint64(seed), stream, number)
+        for seed in range(20)
+        for stream in range(20)
+        for number in range(20)
     }
     assert len(keys) == 8000
 

@@ -9,7 +9,7 @@ from support.recipes import SPECIAL, make, text_of, vocabulary
 
 from data_utils.common.batch_fields import FIELDS, OBJECTIVE
 from data_utils.common.errors import ConfigError
-from data_utils.common.random_streams import derive_seed
+from data_utils.common.seeds import derive_seed
 from data_utils.loader.loader import collate
 from data_utils.objectives import LOSS_NAMES, OBJECTIVES, ObjectiveChoice, make_objective, objective_class
 from data_utils.objectives.mixed import Mixed
