@@ -23,12 +23,6 @@ def test_what_is_written_is_read():
     assert read(TrainerState.beginning({}).to_json()).data is None
 
 
-def test_what_was_added_later_may_be_absent():
-    values = WHOLE.to_json()
-    del values["restarts"], values["events"]
-    assert read(values).restarts == 0 and read(values).events == {}
-
-
 @pytest.mark.parametrize(
     "change, message",
     [

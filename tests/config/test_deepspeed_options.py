@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from megatron_lite.config.deepspeed_keys import KEYS, Policy
 from megatron_lite.config.deepspeed_options import DEFAULTS
 from megatron_lite.config.tree import Config, load_config
 from megatron_lite.finetune.setup import load_tree
-from megatron_lite.runtime.finished_runs import differing_settings
 
 
 def read(tmp_path, given: Any, *overrides: str, yaml_tree: Any = None, processes: int = 1):
@@ -565,15 +563,6 @@ def test_the_section_of_a_yaml_file_has_the_same_policy(tmp_path):
     config = load_config([base], [], say=said.append)
     assert config.batch.global_batch_size == 48 and config.deepspeed == {}
     assert len(said) == 2 and "steps_per_print" in said[1]
-
-
-def test_what_a_former_version_recorded_beside_its_settings_is_no_other_run():
-    """A run that has ended is not trained again because its file repeats the batch."""
-    recorded = to_tree(tiny("deepspeed={train_batch_size: 16, prescale_gradients: true, dump_state: true}"))
-    state = SimpleNamespace(config=recorded, data=None, program={})
-    checkpoint: Any = SimpleNamespace(trainer_state=lambda: state, path="step_1")
-    assert differing_settings(checkpoint, tiny("deepspeed.dump_state=true")) == []
-    assert differing_settings(checkpoint, tiny()) == ["deepspeed.dump_state: True -> None"]
 
 
 def test_fine_tuning_reads_the_same_file(tmp_path):
