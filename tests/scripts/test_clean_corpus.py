@@ -334,14 +334,14 @@ def test_a_second_command_waits_for_nobody(raw):
 def test_a_killed_worker_is_one_line(raw, monkeypatch, is_slow):
     """datatrove's own pool would wait for it without end. Until it began, the other has the handlers of the command."""
     write(raw / "raw.jsonl", crawl(4000))
-    begin = executors._start_worker
+    begin = executors.begin_worker
 
     def begin_slowly():
         wait_until(lambda: signal.SIGTERM in signal.sigpending(), what="the worker is ended")
         begin()
 
     if is_slow:
-        monkeypatch.setattr(executors, "_start_worker", begin_slowly)
+        monkeypatch.setattr(executors, "begin_worker", begin_slowly)
     command = Forked(cleaning.SCRIPT, *COMMAND, "--input", "raw.jsonl", "--output", "out", cwd=raw)
 
     def workers():
