@@ -51,23 +51,25 @@ def test_what_is_no_number_is_left_out_and_counted():
 
 
 def test_steps_that_were_trained_again_count_once(tmp_path):
-    """With the record of a start, and as files of earlier versions are, without."""
     first = [train(step, loss=1.0) for step in range(10, 60, 10)]
     start = {"kind": "start", "step": 25, "time": 0}
     event = {"kind": "event", "step": 30, "time": 0, "event": "of the second start"}
     second = [train(step, loss=2.0) for step in range(30, 50, 10)]
     expected = [(10, 1.0), (20, 1.0), (30, 2.0), (40, 2.0)]
-    for name, records in (("new", [*first, start, event, *second]), ("old", [*first, *second])):
-        run = write_records(tmp_path / name, records)
-        assert read_records(run).curves["train"]["loss"].points() == expected
-        assert [(r["step"], r["loss"]) for r in read_metrics(run) if r["kind"] == "train"] == expected
-    found = read_records(tmp_path / "new")
+    run = write_records(tmp_path / "run", [*first, start, event, *second])
+    found = read_records(run)
+    assert found.curves["train"]["loss"].points() == expected
+    assert [(r["step"], r["loss"]) for r in read_metrics(run) if r["kind"] == "train"] == expected
     assert [record["kind"] for record in found.events] == ["start", "event"] and found.last_step == 40
 
 
 def test_two_restarts_leave_what_the_last_one_did(tmp_path):
-    steps = [10, 20, 30, 40, 20, 30, 40, 50, 10, 20]
-    run = write_records(tmp_path / "run", [train(step, loss=float(i)) for i, step in enumerate(steps)])
+    parts = [[10, 20, 30, 40], [20, 30, 40, 50], [10, 20]]
+    records = []
+    for number, steps in enumerate(parts):
+        records += [{"kind": "start", "step": steps[0] - 10, "time": 0}] if number else []
+        records += [train(step, loss=float(4 * number + i)) for i, step in enumerate(steps)]
+    run = write_records(tmp_path / "run", records)
     assert read_records(run).curves["train"]["loss"].points() == [(10, 8.0), (20, 9.0)]
 
 

@@ -153,6 +153,7 @@ def objective_of(case: Drawn) -> Objective:
         size=VOCAB_SIZE,
         sentence_end=words.sentence_end[-VOCAB_SIZE:],
         word_start=words.word_start[-VOCAB_SIZE:],
+        sentinels=tuple(range(VOCAB_SIZE - 1, VOCAB_SIZE - 41, -1)),
     )
     return make_objective(
         config.objective_choices, words, config.training.seed, data.sequence_length, data.row_length

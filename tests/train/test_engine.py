@@ -23,6 +23,7 @@ from megatron_lite.engine.plain import make_engine
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.build import build_model
 from megatron_lite.model.kernels import fused
+from megatron_lite.optim.uncompiled import AdamW
 
 
 def poisoned_steps(context, settings):
@@ -85,7 +86,7 @@ def optimizer_and_compiled_operations(context, settings):
 def test_nothing_is_compiled_at_the_start(offload):
     """DeepSpeed's own optimizers and shared memory would be, for minutes, and a killed build blocks later starts."""
     settings = tree(parallel={"offload_optimizer": offload, "zero_stage": 2})
-    assert run_ranks(optimizer_and_compiled_operations, 1, settings) == [(torch.optim.AdamW, False)]
+    assert run_ranks(optimizer_and_compiled_operations, 1, settings) == [(AdamW, False)]
 
 
 def test_the_deepspeed_dictionary_is_derived():
