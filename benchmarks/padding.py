@@ -49,10 +49,10 @@ def vocabulary_for(dataset: IndexedDataset) -> Vocabulary:
     names = [field.name for field in dataclasses.fields(SPECIAL)]
     special = type(SPECIAL)(**{name: size + i for i, name in enumerate(names)} | {"eos": eos})
     rng = np.random.default_rng(1)
-    size += len(names)
-    return Vocabulary(
-        special, size, rng.random(size) < 1 / SENTENCE_LENGTH, rng.random(size) < WORDS_PER_TOKEN
-    )
+    first = size + len(names)
+    size = first + 100
+    ends, starts = rng.random(size) < 1 / SENTENCE_LENGTH, rng.random(size) < WORDS_PER_TOKEN
+    return Vocabulary(special, size, ends, starts, sentinels=tuple(range(first, size)))
 
 
 def measure(

@@ -168,6 +168,11 @@ def _type_of(key: str, field: dataclasses.Field, hints: Mapping[str, Any]) -> An
     return field.metadata["class_of"](key) if "inline" in field.metadata else hints[key]
 
 
+def key_names(cls: type) -> list[str]:
+    """Keys of a section in a file, in order, without the classes of their sections, which take time to import."""
+    return list(_fields_by_key(cls))
+
+
 def keys_of(cls: type) -> dict[str, tuple[Any, dataclasses.Field]]:
     """Keys of a section in a file, in order -> type and field."""
     hints = _hints(cls)

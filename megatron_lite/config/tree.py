@@ -19,7 +19,7 @@ from data_utils.common.settings import (
     SettingsError,
     build,
     inline_sections,
-    keys_of,
+    key_names,
     leaves,
     merge,
     parse_override,
@@ -354,7 +354,8 @@ def load_file(path: str | Path) -> dict[str, Any]:
     if suffix in (".toml", ".sh", ".py"):
         raise ConfigError(f"configuration file {path} is not YAML; {coming_from}")
     tree = load_yaml(path)
-    others = [str(key) for key in tree if key not in keys_of(Config)]
+    names = key_names(Config)
+    others = [str(key) for key in tree if key not in names]
     deepspeeds = {key.partition(".")[0] for key in (*KEYS, *ALIASES)}
     if others and suffix not in (".yaml", ".yml") and 2 * len(deepspeeds.intersection(tree)) > len(tree):
         raise ConfigError(f"{path} is a DeepSpeed file; pass it as --deepspeed_config {path}.")

@@ -203,9 +203,12 @@ def phase_weights(config: Config) -> list[list[float]]:
 
 
 def _recorded_weights(recorded: Config, state: TrainerState) -> list[list[float]]:
-    """The weights of each phase that a checkpoint records."""
-    entries = [entry["phase_weights"] for entry in state.data or []]
-    return [list(each) for each in zip(*entries, strict=True)]
+    """The weights of each phase that a checkpoint records, which are settings where it records none."""
+    entries = [
+        entry.get("phase_weights", None if recorded.phases else [entry["weight"]])
+        for entry in state.data or []
+    ]
+    return phase_weights(recorded) if None in entries else [list(each) for each in zip(*entries, strict=True)]
 
 
 def _begun_phases(

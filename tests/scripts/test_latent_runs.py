@@ -8,6 +8,7 @@ import torch
 import yaml
 from support.distributed import run_ranks
 from support.latent import corpus_tree
+from support.project import ROOT
 from support.report_runs import train, write_records
 from support.training import fit
 
@@ -64,7 +65,7 @@ def test_the_report_shows_the_latent_space(run, tmp_path):
 def test_the_report_of_both_kinds_says_which_losses_are_of_sentences(run, tmp_path):
     other = write_records(tmp_path / "other", [train(step) for step in (1, 2)])
     report.main([str(run[0]), str(other), "--output", str(tmp_path / "page.html")])
-    assert "nats per token or nats per sentence" in (tmp_path / "page.html").read_text()
+    assert "nats per sentence or nats per token" in (tmp_path / "page.html").read_text()
     report.main([str(other), "--output", str(tmp_path / "page.html")])
     page = (tmp_path / "page.html").read_text()
     assert "nats per token<" in page and "Latent space" not in page
@@ -106,7 +107,7 @@ def test_traces_of_one_transformer_refuse_two(run, monkeypatch, main, arguments,
         (generate.main, ["--text", "a [MASK]"], r"use scripts/latent\.py"),
         (
             evaluate.main,
-            [],
+            ["--task", ROOT / "configs/tasks/noisy_votes.yaml"],
             r"cannot be evaluated on a task; fine-tune its encoder with scripts/finetune\.py",
         ),
     ],

@@ -129,9 +129,12 @@ def plain_run(directory: Path, stack: str, objective: str) -> Path:
     """A run of one stack, saved after no step."""
     config = config_of(directory)
     sections = {name: getattr(config, name) for name in ("training", "run", "data")}
+    model = to_tree(getattr(config, stack))
+    if (stack, objective) not in (("model", "masked_lm"), ("decoder", "causal")):
+        del model["system"]  # its class does not read texts so
     tree = {
         **{name: to_tree(section) for name, section in sections.items()},
-        "model": to_tree(getattr(config, stack)),
+        "model": model,
         "objectives": {objective: 1},
     }
     alone = build(Config, tree)

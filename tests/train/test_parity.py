@@ -182,8 +182,9 @@ def stages_of_zero(context, case):
     first, *rest = [weights_after_training(context, c) for c in [case, *others]]
 
     def differ(one, other):
-        # CPU matmuls may round the last bit by the address of their operands, which the stages lay out differently.
-        return (one - other).abs().max() > 1e-4 * one.abs().max()
+        # CPU matmuls may round the last bit by the address of their operands, which the stages lay out differently, and
+        # so a weight may be rounded to the next number of half precision.
+        return (one - other).float().norm() > 1e-3 * one.float().norm()
 
     return [name for name in first if any(differ(first[name], other[name]) for other in rest)]
 
