@@ -239,6 +239,9 @@ class Case:
             | ({} if self.optimizer == "adafactor" else {"eps": 1e-3}),
             "parallel": self.parallel,
         }  # fmt: skip
+        system = VARIANTS[self.variant].get("system")
+        if system in ("llama", "qwen2", "deberta_v3"):  # their classes read no blanks
+            tree["objectives"] = {"masked_lm" if system == "deberta_v3" else "causal": 1}
         if self.variant == MEMORY:
             tree |= {"objectives": {"xlnet": 1}, "xlnet": {"memory_length": 8}}
         if self.zero_stage == 3:  # else every parameter of this size stays whole on all ranks
