@@ -85,10 +85,10 @@ def edit(directory, name="config.json", **changes):
         ("bert", {"id2label": {"0": 1}}, r"says id2label\.0 1; it must be a valid string"),
         ("bert", {"id2label": {"first": "a"}}, r"says id2label\.first"),
         ("bert", {"num_labels": 10**9}, r"says num_labels 1000000000; it must be less than or equal to 65536"),
-        ("bert", {"num_hidden_layers": 10**7}, r"num_hidden_layers is 10000000, but the tensors have \d+;"),
+        ("bert", {"num_hidden_layers": 10**7}, r"says num_hidden_layers 10000000; it must be less than"),
         ("bert", {"hidden_size": 10**9}, r"hidden_size is 1000000000, but the tensors have 48;"),
         ("bert", {"num_attention_heads": 10**9}, r"sets model.num_attention_heads to 1000000000, but these weights"),
-        ("albert", {"num_hidden_layers": 10**7}, r"sets model.num_layers to 10000000, but these weights"),
+        ("albert", {"num_hidden_layers": 10**4}, r"sets model.num_layers to 10000, but these weights"),
         ("gpt2", {"quantization_config": {"load_in_4bit": True}}, r"has quantization_config; quantised weights"),
         ("gpt2", {"transformers_weights": "../x.safetensors"}, r"has transformers_weights; weights under another"),
         ("glm4", {"rope_parameters": "none"}, r"says rope_parameters 'none'"),
@@ -130,7 +130,7 @@ def test_all_sizes_of_another_model_are_named_at_once(directory, request):
     sizes = {
         name: described[name] for name in SIZES if isinstance(described.get(name), int) and name not in left
     }
-    for factor in (4, 100_000):
+    for factor in (4, 1000):
         edit(directory, **{name: value * factor for name, value in sizes.items()})
         with pytest.raises(CheckpointError) as raised:
             read(directory)

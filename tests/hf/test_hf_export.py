@@ -204,7 +204,7 @@ def test_the_card_says_what_was_trained(run, vocabulary, tmp_path):
     ("records", "shown"),
     [
         (['{"kind": "validation", "st', ("validation", 0, 2.5)], "| loss | 2.5000 |"),
-        ([("validation", 0, 2.5), ("start", 0, None), ("train", 0, 9.0)], "No evaluation is recorded."),
+        ([("validation", 1, 2.5), ("start", 0, None), ("train", 1, 9.0)], "No evaluation is recorded."),
         ([("validation", 0, None)], "| loss | not finite |"),
     ],
 )

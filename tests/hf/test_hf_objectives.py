@@ -29,7 +29,7 @@ RUNS = {
         "objectives": {"blank_infilling": 2.0, "t5": 1.0, "prefix_lm": 1.0},
         "objective_starts": {"prefix_lm": 1000},
         "blank_infilling": {"token_prob": 0.7, "sentence_prob": 0.3},
-        "t5": {"noise_ratio": 0.3},
+        "t5": {"noise_ratio": 0.3, "sentinel_first": 30, "sentinel_count": 9},
         "data": {"sequence_length": 56},
     },
     "masked in place": {"blank_infilling": {"masked_lm": True}, "data": {"sequence_length": 58}},
@@ -65,7 +65,7 @@ CARDS = {
     "masked_lm": ("masked_lm 1 (masked_ratio 0.25, static_copies 3)", "It was not trained to fill blanks"),
     "causal": ("| objectives | causal 1 |", "# Transformer, "),
     "mixture": (
-        "blank_infilling 2 (token 0.7, sentence 0.3, document 0); t5 1 (noise_ratio 0.3) |",
+        "blank_infilling 2 (token 0.7, sentence 0.3, document 0); t5 1 (",
         "It fills the blanks `[MASK]` (a phrase), `[sMASK]` (sentences). It has",
     ),
     "masked in place": ("(token 1, sentence 0, document 0, masked_lm True)", "It was not trained to fill"),

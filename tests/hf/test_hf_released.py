@@ -92,10 +92,12 @@ def test_padding_rows_of_another_model_are_refused(vocabulary, released_director
 
 
 def test_gelu_of_a_released_model_is_the_users_choice(vocabulary, released_directory, tmp_path):
-    """Trained with tanh, published with erf: the default is tanh, and model.activation, formerly gelu, changes it."""
+    """Trained with tanh, published with erf: the default is tanh, and model.activation changes it."""
     settings = tree(vocabulary)
     import_directory(released_directory, tmp_path / "tanh", settings)
-    import_directory(released_directory, tmp_path / "erf", merge(settings, {"model": {"gelu": "erf"}}))
+    import_directory(
+        released_directory, tmp_path / "erf", merge(settings, {"model": {"activation": "gelu_erf"}})
+    )
     assert [load_run(tmp_path / gelu).config.model.activation for gelu in ("tanh", "erf")] == [
         "gelu_tanh",
         "gelu_erf",

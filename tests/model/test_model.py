@@ -145,7 +145,10 @@ def test_loss_is_the_weighted_sum_over_loss_rows_only_and_splits_by_objective():
     expected = (each * torch.from_numpy(weights).flatten()).sum()
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
     torch.testing.assert_close(
-        per_objective.sum(0), torch.stack([loss.detach(), torch.tensor(weights.sum())]), rtol=1e-6, atol=0
+        per_objective.sum(0).float(),
+        torch.stack([loss.detach(), torch.tensor(weights.sum())]),
+        rtol=1e-6,
+        atol=0,
     )
     assert (per_objective[:2, 1] > 0).all() and per_objective[2].eq(0).all()
 

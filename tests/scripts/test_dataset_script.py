@@ -1,6 +1,5 @@
 """scripts/dataset.py as a user runs it."""
 
-import json
 import shutil
 import struct
 from pathlib import Path
@@ -107,19 +106,6 @@ def test_lengths_that_cannot_be_are_one_line(corpus, tmp_path):
         done = run("stats", tmp_path / "d")
         assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
         assert f"d.idx records a document of {length} tokens" in done.stderr
-
-
-def test_an_old_manifest_is_upgraded_as_the_message_says(corpus, tmp_path):
-    for suffix in SUFFIXES:
-        shutil.copy(f"{corpus}/corpus_train{suffix}", tmp_path / f"old{suffix}")
-    tree = json.loads((tmp_path / "old.json").read_text())
-    del tree["checksum"]
-    (tmp_path / "old.json").write_text(json.dumps({**tree, "format_version": 2}))
-    done = run("verify", tmp_path / "old")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    done = run(*done.stderr.split("python scripts/dataset.py ")[1].split())
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "old.json").read_bytes() == Path(f"{corpus}/corpus_train.json").read_bytes()
 
 
 def test_what_is_surely_a_mistake_is_refused(corpus, tmp_path):

@@ -114,7 +114,7 @@ class Words:
     class config:
         kind, path = "hf_json", "words"
 
-    word_marks = WordMarks("space", " ")
+    word_marks, sentinels = WordMarks("space", " "), ()
 
     def is_unknown(self, token: int) -> bool:
         return False

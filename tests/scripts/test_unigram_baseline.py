@@ -116,12 +116,14 @@ def test_steps_after_a_rewind_are_not_those_before(tmp_path: Path) -> None:
         ("validation", 20),
         ("train", 30),
         ("validation", 30),
+        ("start", 10),
         ("train", 20),
     ]
     write_metrics(tmp_path, *({"kind": kind, "step": step, "at": i} for i, (kind, step) in enumerate(made)))
     assert [(record["kind"], record["at"]) for record in read_metrics(tmp_path)] == [
         ("train", 0),
-        ("train", 5),
+        ("start", 5),
+        ("train", 6),
     ]
 
 

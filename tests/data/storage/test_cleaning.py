@@ -5,7 +5,6 @@ import io
 import json
 import os
 import random
-import re
 import signal
 
 import pyarrow
@@ -132,26 +131,6 @@ def test_no_secret_is_written_when_the_work_stops(tmp_path):
     expected = cleaning.cleaned(tmp_path, "local", "--input", "raw/*.jsonl", **SETTINGS)
     assert cleaning.records(tmp_path / "out") == expected
     assert b"OTHER" not in b"".join(path.read_bytes() for path in (tmp_path / "out").rglob("*.*"))
-
-
-def test_a_plan_of_earlier_versions_is_gone_on_with(tmp_path, bucket):
-    """They had the time of change of an object and no ETag."""
-    urls = bucket.put_all({"a.jsonl": lines(rows("a", 20)), "b.jsonl": b"no json\n"}, "raw")
-    arguments = ["--input", *urls, "--output", "out", "--tasks", "2", "--workers", "1"]
-    plan = tmp_path / "out.cleaning" / "plan.json"
-    for change, words in (
-        (None, r"b.jsonl"),
-        ("", r"b.jsonl"),
-        ("0", r"another version of input s3://.*a.jsonl"),
-    ):
-        if change is not None:
-            tree = json.loads(plan.read_text())
-            for entry in tree["input"]:
-                entry[2] = entry[2].partition(", ")[0] + change
-            plan.write_text(json.dumps(tree))
-        done = cleaning.clean(tmp_path, *arguments, **SETTINGS)
-        assert done.returncode == 2 and re.search(words, done.stderr), done.stderr
-        assert "another version" in words or "unfinished" not in done.stderr
 
 
 def test_inputs_that_need_too_large_a_plan_are_refused_before_the_work(tmp_path, monkeypatch):
