@@ -285,23 +285,19 @@ def what_follows(path: Path) -> list[str]:
         given += ["--token-role", f"{role}={token}"]
     corpus = ["python", "scripts/preprocess_data.py", "--input", "FILE", "--output", "data/corpus", *given]
     train = ["python", "pretrain_glm.py", "--config", str(path), "data.train=[{prefix: data/corpus}]"]
-    run = str(path.parent)
-    tune = [
-        "python",
-        "scripts/finetune.py",
-        "--checkpoint",
-        run,
-        "--task",
-        "TASK.yaml",
-        "--output",
-        f"{run}-tuned",
-    ]
     return [
         *lines,
         f"next: {shlex.join(corpus)}",
         f"then: {shlex.join(train)}",
-        f"or, on a task (docs/tasks.md): {shlex.join(tune)}",
+        f"or, on a task (docs/tasks.md): {_tuning(path, 'TASK.yaml')}",
     ]
+
+
+def _tuning(path: Path, task: str, *settings: str) -> str:
+    """The command that tunes the run of a configuration on a task."""
+    run = str(path.parent)
+    options = ["--checkpoint", run, "--task", task, "--output", f"{run}-tuned"]
+    return shlex.join(["python", "scripts/finetune.py", *options, *settings])
 
 
 def _commands_of_task(path: Path, task: TaskConfig) -> list[str]:
@@ -315,20 +311,10 @@ def _commands_of_task(path: Path, task: TaskConfig) -> list[str]:
     write_whole(file, yaml.safe_dump({"task": section}, sort_keys=False).encode(), "--output")
     script, labelled = ["python", "scripts/evaluate.py"], "task.validation=[FILE]"
     measure = [*script, "--checkpoint", run, labelled]
-    tune = [
-        "python",
-        "scripts/finetune.py",
-        "--checkpoint",
-        run,
-        "--task",
-        str(file),
-        "--output",
-        f"{run}-tuned",
-    ]
     return [
         f"{path} has the head of a task, in {file}; FILE has a line of JSON for each sample, see docs/tasks.md",
         f"next: {shlex.join(measure)}",
-        f"or: {shlex.join([*tune, 'task.train=FILE', labelled])}",
+        f"or: {_tuning(path, str(file), 'task.train=FILE', labelled)}",
     ]
 
 
