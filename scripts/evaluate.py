@@ -42,7 +42,6 @@ PAIR_SETTINGS = ("form", "mask", "sequence_length")
 
 if TYPE_CHECKING:
     from megatron_lite.finetune.checkpoints import CheckpointResult
-    from megatron_lite.inference.open_run import OpenRun
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -128,11 +127,12 @@ def main() -> None:
 
     checkpoints = [each for path in given for each in (steps_of(path) if arguments.every_step else [path])]
     if "task" not in tree and not any(map(is_export, given)):
-        from megatron_lite.inference.open_run import open_run
+        from megatron_lite.checkpoint.verify import find_manifest
 
-        opened_runs = {path: open_run(path, arguments.tokenizer) for path in checkpoints}
-        if not any(run.config.task or run.config.tasks for run in opened_runs.values()):
-            measure_validation(arguments, opened_runs, tree)
+        # By the manifests: opening a run reads the whole checkpoint for its checksums.
+        configs = [find_manifest(path).trainer_state().config for path in checkpoints]
+        if not any(config.get("task") or config.get("tasks") for config in configs):
+            measure_validation(arguments, checkpoints, tree)
             return
     measured = []
     for checkpoint in checkpoints:
@@ -149,20 +149,22 @@ def main() -> None:
 
 
 def measure_validation(
-    arguments: argparse.Namespace, runs: Mapping[Path, OpenRun], tree: Mapping[str, Any]
+    arguments: argparse.Namespace, checkpoints: Sequence[Path], tree: Mapping[str, Any]
 ) -> None:
     """The validation losses of pretraining runs, a line for all corpora and for each."""
+    from megatron_lite.inference.open_run import open_run
     from megatron_lite.inference.validation import one_process, validation_losses
     from megatron_lite.metrics.reports import validation_line
 
     if arguments.predictions or arguments.plot or arguments.batch:
         raise ConfigError(
-            f"{next(iter(runs))} was pretrained, and has validation losses alone: --predictions, --plot and "
+            f"{checkpoints[0]} was pretrained, and has validation losses alone: --predictions, --plot and "
             "--batch need a task; pass --task FILE, or leave them out (batch.micro_batch_size=N is the batch size)."
         )
     measured = []
     with one_process() as context:
-        for path, run in runs.items():
+        for path in checkpoints:
+            run = open_run(path, arguments.tokenizer)
             with located_settings([], None, arguments.overrides):
                 found = validation_losses(run, tree, context)
             for corpora, values in found.items():
