@@ -3,7 +3,7 @@
     python scripts/profile_step.py --config configs/glm-large.yaml --processes 64 --gpu h100
 
 The step is the product's own, on fake devices: nothing is computed. Attention calls and launches are those of a layer,
-waits and copies those of a micro-batch, bytes of collectives those of a step on one rank.
+waits and copies of a micro-batch, bytes of collectives of a step on one rank.
 """
 
 from __future__ import annotations

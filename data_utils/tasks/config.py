@@ -39,7 +39,7 @@ class TaskConfig:
     test: tuple[str, ...] = setting((), "Test files to predict; labels may be missing.", is_path=True)
     labels: tuple[str, ...] = setting(
         (),
-        "Classes or tags in the order of their ids; [] = the task's default, else those of the training file, sorted.",
+        "Classes or tags in the order of their ids; [] = the task's default, or the training file's labels, sorted.",
     )
     text_fields: tuple[str, ...] = setting(
         (), "One or two fields that hold the text; [] = the task's default."

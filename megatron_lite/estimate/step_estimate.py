@@ -80,7 +80,7 @@ class Estimate:
     @property
     def waiting_ms(self) -> float:
         """Communication for which a step waits: the exchange of gradients and weights as far as it is longer than the
-        computation beside it, and all that is within a micro-batch."""
+        computation at the same time, and all that is within a micro-batch."""
         within = sum(self.communication_ms.get(group, 0.0) for group in ("tp", "pp"))
         exchange = sum(self.communication_ms.values()) - within
         return self.bubble * within + max(0.0, exchange - self.overlap_ms)

@@ -62,7 +62,7 @@ def _rules(report: Mapping[str, Any]) -> Iterator[Html]:
     yield element(
         "p",
         "A document counts for the first rule that removes it. Parts are lines and the like that are cut out of "
-        "documents. The bytes written and those of all rules are the bytes read.",
+        "documents. Bytes read = bytes written + bytes removed by all rules.",
         class_="weak",
     )
     yield table(["rule", "documents", "of all", "parts", "bytes", "of all", ""], rows, "numbers")
