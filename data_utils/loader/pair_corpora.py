@@ -126,9 +126,7 @@ class Linked(Mixed):
     """
 
     def __init__(self, mixed: Mixed, mixture: Mixture, owners: Sequence[int]) -> None:
-        super().__init__(
-            mixed.objectives, mixed.weights.tolist(), mixed.first_samples.tolist(), int(mixed._key)
-        )
+        super().__init__(mixed.objectives, mixed.weights.tolist(), int(mixed._key))
         self._mixture, self._owners = mixture, np.array(owners)
         # Their shares are weights of corpora: the mixture says a sample's corpus, and with it the objective.
         # Drawing the objective first would need the number of earlier draws to find the next pair.

@@ -40,7 +40,6 @@ class ObjectiveChoice:
     name: str
     section: Any  # its config section
     weight: float = 1.0  # share of the samples, relative to the others
-    first_sample: int = 0  # it takes part from this sample on
 
 
 def objective_class(name: str) -> type[RowObjective]:
@@ -112,5 +111,4 @@ def make_objective(
     from data_utils.objectives.mixed import Mixed  # loads numba, which names and sections do not need
 
     weights = [choice.weight for choice in choices]
-    first_samples = [choice.first_sample for choice in choices]
-    return Mixed(objectives, weights, first_samples, derive_seed(seed, "objective mixture"))
+    return Mixed(objectives, weights, derive_seed(seed, "objective mixture"))

@@ -6,7 +6,7 @@ function of a chunk can be set as `mask_units` of an `Ernie`. A segmenter in Pyt
 a sample; the others cost next to nothing.
 
 ERNIE 2.0's task embedding reads the `objective` field, which names the task of every token; its cumulative
-schedule of tasks is `objective_starts` in the configuration (see mixed.py).
+schedule of tasks (arXiv:1907.12412) is a list of phases.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Several objectives in one run. The objective of a sample is drawn from the sample's random numbers.
 
 The choice depends on (seed, sample index) alone, so it is the same for any batch size and after any restart.
-`first_sample` of an objective is the sample from which on it takes part. This is ERNIE 2.0's cumulative schedule of
-tasks (arXiv:1907.12412): each stage trains the new task and all before it.
 
 Price: the rows of a batch are made objective by objective and copied once more. Rows have the length of the longest
 objective; mixing BART, which doubles its text, with BERT wastes half of BERT's rows.
@@ -18,7 +16,6 @@ import numpy as np
 from data_utils.common import random_streams
 from data_utils.common.batch_fields import FIELDS
 from data_utils.common.compiler import njit
-from data_utils.common.errors import ConfigError
 from data_utils.common.random_streams import new_rng, seed_rng, source_digest, uniform
 from data_utils.common.settings import check
 from data_utils.objectives.interface import Objective
@@ -26,16 +23,16 @@ from data_utils.objectives.interface import Objective
 
 def _entry_point(digest: int):
     @njit(cache=True, nogil=True)
-    def choose(samples, weights, first_samples, key, rng, chosen):
+    def choose(samples, weights, key, rng, chosen):
         _ = digest  # part of the cache key
+        total = 0.0
+        for k in range(len(weights)):
+            total += weights[k]
         for i in range(len(samples)):
-            total = 0.0
-            for k in range(len(weights)):
-                total += weights[k] if samples[i] >= first_samples[k] else 0.0
             seed_rng(rng, key, samples[i], 0, 0)
             remaining = uniform(rng) * total
             for k in range(len(weights)):
-                if samples[i] >= first_samples[k] and weights[k] > 0:
+                if weights[k] > 0:
                     chosen[i] = k
                     remaining -= weights[k]
                     if remaining < 0:
@@ -52,40 +49,36 @@ class Mixed:
 
     Args:
         objectives: with one sequence_length.
-        weights: shares of the samples, relative to each other; at least one of those that take part from
-            sample 0 on is positive.
-        first_samples: the sample from which each takes part.
+        weights: shares of the samples, relative to each other; at least one is positive.
         seed: key of the choices.
-    Raises: ConfigError for weights that are negative, or none from the start.
+    Raises: ConfigError for weights that are negative, or all 0.
     """
 
     def __init__(
         self,
         objectives: Sequence[Objective],
         weights: Sequence[float],
-        first_samples: Sequence[int],
         seed: int,
     ) -> None:
         self.objectives = list(objectives)
         self.weights = np.array(weights, np.float64)
-        self.first_samples = np.array(first_samples, np.int64)
         self.row_length = max(objective.row_length for objective in objectives)
         (self.sequence_length,) = {objective.sequence_length for objective in objectives}
         check(
             bool(np.isfinite(self.weights).all() and (self.weights >= 0).all()),
             f"objective weights are {list(weights)}; they must be numbers >= 0.",
         )
-        if not self.weights[self.first_samples <= 0].sum() > 0:
-            raise ConfigError(
-                "no objective is used from sample 0 on; give one objective a positive weight and no later start."
-            )
+        check(
+            bool(self.weights.sum() > 0),
+            "the weights of all objectives are 0; give one a positive weight.",
+        )
         self._key = np.uint64(seed)
 
     def choose(self, sample_indices: np.ndarray) -> np.ndarray:
         """The objective of each sample, int64 [B], as an index into `objectives`."""
         chosen = np.empty(len(sample_indices), np.int64)
         samples = np.ascontiguousarray(sample_indices, np.int64)
-        _choose(samples, self.weights, self.first_samples, self._key, new_rng(), chosen)
+        _choose(samples, self.weights, self._key, new_rng(), chosen)
         return chosen
 
     def fill(

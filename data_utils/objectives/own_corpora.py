@@ -50,12 +50,6 @@ def check_corpora(config: Any) -> None:
     for corpora in (config.data.train, config.data.validation):
         if corpora:
             shares(corpora, config.objective_choices, [corpus.share for corpus in corpora])
-    late = [choice.name for choice in config.objective_choices if choice.first_sample]
-    check(
-        not late,
-        f"objective_starts names {', '.join(late)} but corpora of pairs change their weights only with phases; set "
-        "the objectives of each phase in phases.",
-    )
     for name in ("region", "short_prob"):
         value = getattr(config.data, name)
         check(value == 0, f"data.{name} is {value}, but pairs are never truncated; set it to 0.")

@@ -54,5 +54,6 @@ class TrainerState:
         try:
             checked["config"] = without_removed(checked["config"])
         except ValueError as error:
-            raise CheckpointError(f"checkpoint {checkpoint} {error}; continue it with version 0.5.") from None
+            remedy = "or continue it with the version that wrote it"
+            raise CheckpointError(f"checkpoint {checkpoint} {error}; {remedy}.") from None
         return TrainerState(**checked)

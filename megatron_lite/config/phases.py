@@ -43,6 +43,10 @@ class PhaseConfig:
     batch: dict[str, Any] = setting_mapping("Overrides of the section batch.")
     objectives: dict[str, Any] = setting_mapping("Replaces objectives; a subset of the run's objectives.")
     loss_weights: dict[str, Any] = setting_mapping("Replaces training.loss_weights.")
+    skip_samples: int = setting(
+        0, "Samples that are left out before the phase, such as those around a loss spike.", at_least=0
+    )
+    lr: float | None = setting(None, "Replaces optimizer.lr, the peak of the schedule.", above=0)
     embedding_gradient_shrink: float | None = setting(
         None, "Replaces model.embedding_gradient_shrink.", above=0, at_most=1
     )
@@ -76,9 +80,11 @@ class PhaseConfig:
             length = self.sequence_length or tree["data"]["sequence_length"]
             merged["data"] = {**merged["data"], "sequence_length": length, "row_length": self.row_length}
         if self.objectives:
-            merged["objectives"], merged["objective_starts"] = self.objectives, {}
+            merged["objectives"] = self.objectives
         if self.loss_weights:
             merged["training"] = {**merged["training"], "loss_weights": self.loss_weights}
+        if self.lr is not None:
+            merged["optimizer"] = {**merged["optimizer"], "lr": self.lr}
         if self.embedding_gradient_shrink is not None:
             shrink = {"embedding_gradient_shrink": self.embedding_gradient_shrink}
             merged["model"] = {**merged["model"], **shrink}

@@ -98,21 +98,9 @@ def _check_objectives(config: Config) -> None:
             is_number and 0 <= weight < float("inf"),
             f"objectives.{name} is {shown(weight)}; it must be a number, 0 or more.",
         )
-    for name, first in config.objective_starts.items():
-        check(
-            name in config.objectives,
-            f"objective_starts contains {shown(name)}, which is not in objectives; add it there, or remove it "
-            "here.",
-        )
-        is_whole = isinstance(first, int) and not isinstance(first, bool)
-        check(
-            is_whole and first >= 0,
-            f"objective_starts.{name} is {shown(first)}; it must be a number of samples, 0 or more.",
-        )
     check(
-        any(choice.first_sample == 0 for choice in config.objective_choices),
-        "no objective starts at sample 0; give one of objectives a positive weight and no entry in "
-        "objective_starts.",
+        bool(config.objective_choices),
+        "objectives gives all a weight of 0; give one a positive weight.",
     )
 
 

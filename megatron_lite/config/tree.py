@@ -1,6 +1,6 @@
 """Every setting of a run: one tree of frozen dataclasses, checked before any process group exists.
 
-The sections are in sections.py, model.py, events.py, data_utils/loader/config.py and with each objective. rules.py
+The sections are in sections.py, model.py, data_utils/loader/config.py and with each objective. rules.py
 checks what concerns several. A component that needs one section takes that one; those that put a run together take the
 tree. Derived values are properties, so that nothing is stored twice.
 """
@@ -36,12 +36,12 @@ from data_utils.tokenizers.tokenizer_readers import TokenizerConfig
 from megatron_lite.config.deepspeed_file import with_deepspeed
 from megatron_lite.config.deepspeed_keys import ALIASES, KEYS
 from megatron_lite.config.deepspeed_options import deepspeed_options
-from megatron_lite.config.events import EventsConfig
 from megatron_lite.config.finetuning import FinetuneConfig
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.phase_plan import PhasePlan
 from megatron_lite.config.phases import PhaseConfig
+from megatron_lite.config.removed import without_removed
 from megatron_lite.config.rules import alone, check_together
 from megatron_lite.config.schedule import ScheduleConfig
 from megatron_lite.config.sections import (
@@ -57,7 +57,6 @@ from megatron_lite.config.sections import (
     TrainingConfig,
 )
 from megatron_lite.config.systems import with_objective
-from megatron_lite.config.varying_phase_plan import VaryingPhasePlan
 
 _FEW = 3  # wrong keys of a file, below which each is named
 
@@ -81,10 +80,6 @@ class Config:
         "Objective -> share of the samples, relative to the others; {} = the one of model.system's paper, without a "
         "system blank_infilling. The section of the same name configures an objective."
     )
-    objective_starts: dict[str, Any] = setting_mapping(
-        "Objective -> first sample at which it takes part; 0 if not listed (a cumulative schedule of "
-        "objectives)."
-    )
     objective_sections: dict[str, ObjectiveConfig] = inline_sections(  # those of `objectives` alone
         OBJECTIVES, section_class
     )
@@ -99,7 +94,6 @@ class Config:
     finetune: FinetuneConfig = section(FinetuneConfig)
     generation: GenerationConfig = section(GenerationConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
-    events: EventsConfig = section(EventsConfig)
     timeouts: TimeoutsConfig = section(TimeoutsConfig)
     run: RunConfig = section(RunConfig)
     trackers: TrackersConfig = section(TrackersConfig)
@@ -119,16 +113,14 @@ class Config:
         object.__setattr__(self, "objective_sections", chosen)  # those of the run's objectives, no others
         check_together(self)
         self.deepspeed_options()
-        _phase_plan_of(self)  # refuses phases that contradict the run
+        PhasePlan(self)  # refuses phases that contradict the run
 
     @property
     def objective_choices(self) -> tuple[ObjectiveChoice, ...]:
         """The objectives of the run that have a weight, with their sections."""
         weights = self.objectives or {"blank_infilling": 1.0}
         return tuple(
-            ObjectiveChoice(
-                name, self.objective_sections[name], float(weight), self.objective_starts.get(name, 0)
-            )
+            ObjectiveChoice(name, self.objective_sections[name], float(weight))
             for name, weight in weights.items()
             if weight > 0
         )
@@ -147,7 +139,7 @@ class Config:
     @property
     def phase_plan(self) -> PhasePlan:
         """Which settings hold at which step; computed at each call."""
-        return _phase_plan_of(self)
+        return PhasePlan(self)
 
     @property
     def has_memory(self) -> bool:
@@ -211,13 +203,6 @@ def _objective_section(name: str, section: Any) -> ObjectiveConfig:
     if section is None or isinstance(section, Mapping):
         return build(cls, section or {}, f"{name}.")
     return section
-
-
-def _phase_plan_of(config: Config) -> PhasePlan:
-    changes = config.phases, config.batch.ramp, config.schedule.parts, config.data.region
-    if any(changes) or config.events.skip_samples:
-        return VaryingPhasePlan(config)
-    return PhasePlan(config)
 
 
 def _with_size(key: str, model: ModelConfig, size: int) -> ModelConfig:
@@ -325,6 +310,10 @@ def load_tree(
     typed: dict[str, Any] = {}
     for override in overrides:
         typed = merge(typed, parse_override(override))
+    try:
+        file_tree, typed = without_removed(file_tree), without_removed(typed)
+    except ValueError as error:
+        raise ConfigError(f"the configuration {error}.") from None
     tree = merge(file_tree, typed)
     schedule = _section(tree, "schedule")
     file_steps, steps, warmup = (

@@ -48,8 +48,6 @@ def random_batches(config: Config, count: int) -> list[Batch]:
         config.data.row_length,
     )
     shorten = Shortener(config.data.short_prob, config.training.seed) if config.data.short_prob else None
-    # The first sample to which all objectives contribute.
-    first = max(choice.first_sample for choice in config.objective_choices)
     source = _document_lengths(np.random.default_rng(0))  # as in benchmarks/attention.py
     rest, batches, micro = 0, [], config.batch.micro_batch_size
     for number in range(count):
@@ -61,7 +59,7 @@ def random_batches(config: Config, count: int) -> list[Batch]:
             segment_counts.append(len(window))
         low = len(vars(SPECIAL_TOKENS)) if config.model.vocab_size > 100 else 0
         tokens = rng.integers(low, config.model.vocab_size, sum(lengths)).astype(np.int32)
-        samples = first + np.arange(number * micro, (number + 1) * micro)
+        samples = np.arange(number * micro, (number + 1) * micro)
         text = tokens, np.array(lengths), np.array(segment_counts)
         if shorten is not None:
             text = shorten(*text, samples)

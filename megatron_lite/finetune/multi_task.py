@@ -71,7 +71,6 @@ def check_run(config: Config, all_headed: bool) -> None:
         f"finetune.lm_weight is {config.finetune.lm_weight}": (config.finetune.lm_weight > 0, "set it to 0"),
         f"model.task_pool is {config.model.task_pool}": (config.model.task_pool != "token", "set it to token"),
         "batch.ramp is set": (config.batch.ramp is not None, "whose batches have one size; leave it out"),
-        "events.skip_samples is set": (bool(config.events.skip_samples), "whose order it would break; leave it out"),
         f"finetune has trained {of_heads[0]}, unfreeze {of_heads[1]}": (
             (of_heads[0] == "head" or of_heads[1] not in ("all", "gradual")) and not all_headed,
             "one of which adds no head that could be trained alone; set both to all",

@@ -42,10 +42,10 @@ class OpenRun:
     @property
     def objectives(self) -> tuple[ObjectiveChoice, ...]:
         """The objectives the checkpoint was trained on, without those that had not started yet."""
-        consumed = self.checkpoint.state.get("consumed_samples", 0)
-        return tuple(
-            choice for choice in self.config.objective_choices if choice.first_sample < max(consumed, 1)
-        )
+        plan = self.config.phase_plan
+        last_phase = plan.number(max(self.checkpoint.step - 1, 0))
+        begun = {choice.name for each in plan.configs[: last_phase + 1] for choice in each.objective_choices}
+        return tuple(choice for choice in self.config.objective_choices if choice.name in begun)
 
     def require_blank_infilling(self, blanks: Collection[str]) -> None:
         """Warn of `blanks` ([MASK], ...) that were not trained. Raises ConfigError if no blank was."""

@@ -12,7 +12,6 @@ from megatron_lite.config.tree import Config
 from megatron_lite.metrics.formatting import format_count, format_duration
 from megatron_lite.report.html import Html, table
 from megatron_lite.report.run import RunReport
-from megatron_lite.train.lr_schedule import step_rate
 
 HEAD: list[object] = [
     "phase",
@@ -53,7 +52,7 @@ def phase_table(run: RunReport) -> Iterator[Html]:
             for step in (first + trained, end)
         ]
         sizes = sorted({phase_plan.batch_size(first), phase_plan.batch_size(end - 1)})
-        rates = dict.fromkeys(f"{step_rate(phase, phase_plan, step):.3g}" for step in (first + 1, end))
+        rates = dict.fromkeys(f"{phase_plan.learning_rate(step):.3g}" for step in (first + 1, end))
         speeds = [point.value for point in speed.points() if first < point.step <= end] if speed else []
         tokens_per_second = statistics.mean(speeds) if speeds else 0.0
         prefix = f"phase {number} reads "

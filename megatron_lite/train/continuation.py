@@ -30,7 +30,6 @@ from megatron_lite.model.trained_model import ENCODER
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.runtime.changed_corpora import changed_corpora, changed_seed, require_same_corpora
 from megatron_lite.runtime.finished_runs import changed
-from megatron_lite.train.lr_schedule import step_rate
 
 log = logging.getLogger(__name__)
 
@@ -214,7 +213,7 @@ def other_rate(config: Config, state: TrainerState) -> list[str]:
         return []  # a task's steps follow from its records
     recorded: Config = build(Config, state.config)
     step = state.step + 1
-    was, now = (step_rate(its, its.phase_plan, step) for its in (recorded, config))
+    was, now = (its.phase_plan.learning_rate(step) for its in (recorded, config))
     if math.isclose(was, now, rel_tol=1e-6):
         return []
     text = (

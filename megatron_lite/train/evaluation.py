@@ -20,7 +20,6 @@ from megatron_lite.model.batch import Batch, Samples
 from megatron_lite.model.transformer import GLM
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.loss_normaliser import LossNormaliser
-from megatron_lite.train.lr_schedule import step_rate
 from megatron_lite.train.step import read_batch
 
 log = logging.getLogger(__name__)
@@ -118,7 +117,7 @@ class Evaluation:
                 )
                 metrics.write("fillings", step, filled, line)
         # Near the end of a decay the loss stands still because the rate does: the advice takes that into account.
-        rate_share = step_rate(config, self._phase_plan, step) / config.optimizer.lr
+        rate_share = self._phase_plan.learning_rate(step) / config.optimizer.lr
         advice = self._standstill.advice(step, values["loss"], rate_share)
         if advice and context.is_main:
             log.warning("%s", advice)

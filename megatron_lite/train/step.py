@@ -1,14 +1,13 @@
 """The inputs of one training step: its samples, this rank's micro-batches of them, and their counts.
 
-The inputs are a pure function of the step's position: its number and its first sample. So another thread can make them
-ahead (prefetch.py), and a resumed run repeats the uninterrupted one.
+The inputs are a pure function of the number of steps before it. So another thread can make them ahead (prefetch.py),
+and a resumed run repeats the uninterrupted one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import NamedTuple
 
 import numpy as np
 
@@ -22,13 +21,6 @@ from megatron_lite.model.batch import Batch, Samples
 from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.runtime.control import Requests
-
-
-class StepPosition(NamedTuple):
-    """A step by the steps and the samples before it."""
-
-    step: int  # steps before it
-    first_sample: int
 
 
 @dataclass
@@ -107,15 +99,9 @@ class Progress:
     consumed_tokens: int = 0  # without padding
     restarts: int = 0  # how often the run was continued from a checkpoint
 
-    @property
-    def position(self) -> StepPosition:
-        """Of the next step."""
-        return StepPosition(self.step, self.consumed_samples)
-
-    def advance(self, position: StepPosition, batch_size: int, totals: StepCounts) -> None:
-        """Count the step at `position` as done. Args: batch_size, totals: samples and counts of all ranks."""
-        self.step = position.step + 1
-        self.consumed_samples = position.first_sample + batch_size
+    def advance(self, step: int, consumed_samples: int, totals: StepCounts) -> None:
+        """Count a step as done. Args: consumed_samples: until its end; totals: counts of all ranks."""
+        self.step, self.consumed_samples = step, consumed_samples
         self.consumed_tokens += int(totals.tokens)
 
 
@@ -136,7 +122,7 @@ class PrefetchCancelled(Exception):
 
 
 class StepMaker:
-    """Makes this rank's inputs of a step from its position. Has no state, so that another thread can call it."""
+    """Makes this rank's inputs of a step from the number of steps before it. Has no state, for another thread."""
 
     def __init__(
         self,
@@ -155,23 +141,18 @@ class StepMaker:
         self._config, self._phase_plan, self._context, self._data = config, phase_plan, context, data
         self._prepare, self._num_losses, self._mean_factors = prepare, num_losses, mean_factors
 
-    def following(self, position: StepPosition) -> StepPosition:
-        """The next step, unless a request or the end of the run comes before it."""
-        end, step = position.first_sample + self._phase_plan.batch_size(position.step), position.step + 1
-        return StepPosition(step, self._config.events.next_sample(end, self._phase_plan.batch_size(step)))
-
-    def make(self, position: StepPosition, is_wanted: Callable[[], bool] = lambda: True) -> StepInputs:
+    def make(self, step: int, is_wanted: Callable[[], bool] = lambda: True) -> StepInputs:
         """Raises: UserError, marked `only_here`, if this rank's samples cannot be read."""
         # By the step alone: the same in every layout and after a resume.
-        seed = derive_seed(self._config.training.seed, "dropout", position.step)
+        seed = derive_seed(self._config.training.seed, "dropout", step)
         inputs = StepInputs([], StepCounts.zeros(self._num_losses))
-        factors = self._mean_factors(position.step)
+        factors = self._mean_factors(step)
         # Losses with the factor 0 are left out now, so that the head does not compute them. The scale of the others
         # waits for the sum over ranks.
         is_counted = None
         if factors is not None and not all(factors):
             is_counted = [float(factor != 0) for factor in factors]
-        for samples in self._samples(position):
+        for samples in self._samples(step):
             if not is_wanted():
                 raise PrefetchCancelled
             batch = read_batch(self._data, samples)
@@ -184,15 +165,15 @@ class StepMaker:
             inputs.micro_batches.append(micro_batch)
             inputs.counts.padded_tokens += len(micro_batch.tokens)
         # A hint to the operating system to read the text of the following step; nothing waits for it.
-        self._data.prefetch(self._samples(self.following(position)).ravel())
+        self._data.prefetch(self._samples(step + 1).ravel())
         return inputs
 
-    def _samples(self, position: StepPosition) -> np.ndarray:
+    def _samples(self, step: int) -> np.ndarray:
         """int64 [micro-batches, micro_batch_size]: this rank's samples of a step."""
         return batch_indices(
-            position.first_sample,
-            global_batch_size=self._phase_plan.batch_size(position.step),
-            micro_batch_size=self._phase_plan.config(position.step).batch.micro_batch_size,
+            self._phase_plan.first_sample(step),
+            global_batch_size=self._phase_plan.batch_size(step),
+            micro_batch_size=self._phase_plan.config(step).batch.micro_batch_size,
             dp_rank=self._context.dp.rank,
             dp_size=self._context.dp.size,
         )

@@ -22,7 +22,6 @@ from data_utils.common.errors import ExitStatus
 from data_utils.common.settings import to_tree
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.checkpoint.trainer_state import TrainerState
-from megatron_lite.config.events import EventLog
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import TYPES, Engine, StepResult
 from megatron_lite.metrics import version
@@ -40,15 +39,15 @@ from megatron_lite.train.callbacks.callback import Callbacks
 from megatron_lite.train.callbacks.checkpoints import Checkpoints
 from megatron_lite.train.callbacks.evaluation import EvaluationCallback
 from megatron_lite.train.callbacks.gradient_norms import GradientNormRecords
-from megatron_lite.train.callbacks.planned_events import PlannedEvents
+from megatron_lite.train.callbacks.phase_changes import PhaseChanges
 from megatron_lite.train.callbacks.profiler import StepProfiler
 from megatron_lite.train.callbacks.progress_bar import ProgressBar
 from megatron_lite.train.callbacks.replica_check import ReplicaCheck
 from megatron_lite.train.callbacks.training_log import TrainingLog
 from megatron_lite.train.delayed_results import DelayedResults
 from megatron_lite.train.evaluation import Evaluation, TaskEvaluator
+from megatron_lite.train.event_log import EventLog
 from megatron_lite.train.loss_normaliser import LossNormaliser
-from megatron_lite.train.lr_schedule import step_rate
 from megatron_lite.train.prefetch import Prefetch
 from megatron_lite.train.resume import checkpoint_directory, load_beginning
 from megatron_lite.train.step import Progress, StepCounts, StepMaker, StepMessage
@@ -128,10 +127,10 @@ class Trainer:
 
         Returns: the result, which the device may still compute, and the requests that some rank has received.
         """
-        position, step = self.progress.position, self.progress.step + 1
+        before, step = self.progress.step, self.progress.step + 1
         self.watchdog.enter(Section.STEP, "reading data", step)
         with self.interval.waiting_for_data():
-            inputs = self._prefetch.take(position)  # this rank's micro-batches, in pinned memory
+            inputs = self._prefetch.take(before)  # this rank's micro-batches, in pinned memory
 
         self.watchdog.at("summing totals of all ranks")
         # Divisors are over all ranks, so they are known before the passes; the loss is then divided once, in any
@@ -139,22 +138,22 @@ class Trainer:
         totals, requests = self.agree(inputs.counts)
         # Starts only after the ranks agree: the data of a step that no rank trains would be wasted work at the stop.
         if step < self._last_step and not requests.end:
-            self._prefetch.start(self._step_maker.following(position))
+            self._prefetch.start(step)
 
         self.watchdog.at("forward, backward and optimizer")
-        # `position.step` counts the steps before this one (from 0); `step` is the number of this one (from 1).
-        micro_batches = self.loss_normaliser.micro_batches(inputs, totals.loss_divisors, position.step)
-        lr = step_rate(self.config, self._phase_plan, step)
+        # `before` counts the steps before this one; `step` is the number of this one (from 1).
+        micro_batches = self.loss_normaliser.micro_batches(inputs, totals.loss_divisors, before)
+        lr = self._phase_plan.learning_rate(step)
         self.engine.set_step(step)
         result = self.engine.train_step(micro_batches, lr)  # see `PlainEngine.train_step`
 
         self.watchdog.at("summing losses of all ranks")
         # Sums stay on the device: reading them here would stop the queue of kernels at every step.
         loss_sums = self.context.sum_losses(result.objective_sums)
-        loss_sums = self.loss_normaliser.with_token_counts(loss_sums, totals.loss_divisors, position.step)
+        loss_sums = self.loss_normaliser.with_token_counts(loss_sums, totals.loss_divisors, before)
         flops = model_spec(self.config).flops(self.config, *totals.flops_counts())
         self.interval.add(int(totals.tokens), int(totals.padded_tokens), flops, loss_sums)
-        self.progress.advance(position, self._phase_plan.batch_size(position.step), totals)
+        self.progress.advance(step, self._phase_plan.consumed(step), totals)
         self.results.add(step, result)
         self.results.read(all_but=1)  # of the step before: a skipped one, or too many of them in a row
         return result, requests
@@ -222,10 +221,8 @@ class Trainer:
         return Callbacks(
             # The order is part of the behaviour. Gradient hooks are set before the step; the log reads the interval
             # before pauses; the checkpoint of a step is saved before its evaluation, which may be long or hang.
-            PlannedEvents(
-                config, self._phase_plan, engine, self.progress, self.events,
-                record=self._record_event,
-                report=self._report_event,
+            PhaseChanges(
+                self._phase_plan, engine, self.events, report=self._report_event,
                 shrink=config.model.embedding_gradient_shrink,
             ),
             GradientNormRecords(config, context, engine, self.metrics),
@@ -341,10 +338,7 @@ class Trainer:
         )
         state, progress = beginning.state, self.progress
         if state is not None:
-            progress.step, progress.consumed_samples = state.step, state.consumed_samples
-            if self._phase_plan.samples:
-                # Phases number samples by their plan; where a changed one is accepted, a batch would span two phases.
-                progress.consumed_samples = self._phase_plan.consumed(state.step)
+            progress.step, progress.consumed_samples = state.step, self._phase_plan.consumed(state.step)
             progress.consumed_tokens = state.consumed_tokens
             self.results.skipped_steps = state.skipped_steps
             self.results.skipped_in_a_row = state.skipped_in_a_row

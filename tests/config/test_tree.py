@@ -17,17 +17,14 @@ from megatron_lite.config.tree import (
 
 def test_objectives_are_chosen_and_mixed():
     assert [choice.name for choice in tiny().objective_choices] == ["blank_infilling"]
-    config = tiny(
-        "objectives={causal: 2, t5: 1, mass: 0}", "objective_starts={t5: 100}", "t5.noise_ratio=0.2"
-    )
+    config = tiny("objectives={causal: 2, t5: 1, mass: 0}", "t5.noise_ratio=0.2")
     causal, t5 = config.objective_choices
-    assert (causal.name, causal.weight, causal.first_sample, causal.section) == (
+    assert (causal.name, causal.weight, causal.section) == (
         "causal",
         2.0,
-        0,
         config.objective_sections["causal"],
     )
-    assert (t5.name, t5.weight, t5.first_sample, t5.section.noise_ratio) == ("t5", 1.0, 100, 0.2)
+    assert (t5.name, t5.weight, t5.section.noise_ratio) == ("t5", 1.0, 0.2)
 
 
 @pytest.mark.parametrize(

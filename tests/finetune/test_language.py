@@ -15,6 +15,7 @@ from data_utils.objectives import LOSS_NAMES
 from data_utils.tasks.templates.collate import collate
 from megatron_lite.checkpoint.manifest import list_checkpoints
 from megatron_lite.checkpoint.verify import read_checkpoint
+from megatron_lite.config.learning_rates import learning_rate
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.finetune import policies
 from megatron_lite.finetune.data import TaskData
@@ -22,7 +23,6 @@ from megatron_lite.finetune.run import finetune, task_lr_multipliers, training_d
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.build import build_model
 from megatron_lite.model.micro_batch import MicroBatch
-from megatron_lite.train.lr_schedule import learning_rate
 
 CPU = torch.device("cpu")
 SIATL = ["finetune.lm_weight=0.8", "finetune.lm_weight_last=0.2", "finetune.lm_weight_epochs=3"]

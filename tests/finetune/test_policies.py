@@ -10,6 +10,7 @@ from support.whole_weights import load_weights
 from data_utils.common.errors import CheckpointError, ConfigError
 from megatron_lite.checkpoint.manifest import list_checkpoints
 from megatron_lite.checkpoint.verify import new_parameters, read_checkpoint
+from megatron_lite.config.learning_rates import learning_rate
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.engine.plain import PlainEngine
 from megatron_lite.finetune import policies
@@ -19,7 +20,6 @@ from megatron_lite.model.build import build_model, model_spec
 from megatron_lite.model.flops import parameter_shapes
 from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.optim.lr_multipliers import NEVER, NO_MULTIPLIERS, LrMultipliers
-from megatron_lite.train.lr_schedule import learning_rate
 
 ULMFIT = ["finetune.layer_decay=0.5", "finetune.unfreeze=gradual"]
 STEPS = ["finetune.epochs=3", "batch.micro_batch_size=4", "optimizer.clip_grad_norm=0.1"]  # 4 steps an epoch

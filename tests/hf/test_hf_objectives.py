@@ -1,6 +1,7 @@
 """What a run was trained on goes along with its weights, and decides what its export and scripts/generate.py do."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ RUNS = {
     "causal": {"objectives": {"causal": 1.0}, "data": {"sequence_length": 58}},
     "mixture": {
         "objectives": {"blank_infilling": 2.0, "t5": 1.0, "prefix_lm": 1.0},
-        "objective_starts": {"prefix_lm": 1000},
+        "phases": [{"steps": 1, "objectives": {"blank_infilling": 2.0, "t5": 1.0}}, {}],
         "blank_infilling": {"token_prob": 0.7, "sentence_prob": 0.3},
         "t5": {"noise_ratio": 0.3, "sentinel_first": 30, "sentinel_count": 9},
         "data": {"sequence_length": 56},
@@ -56,7 +57,7 @@ def test_a_run_is_the_same_after_export_and_import(vocabulary, made, tmp_path, n
     import_directory(made / name / "export", tmp_path / "run", {}, verify=False)
     after = build(Config, yaml.safe_load((tmp_path / "run/config.yaml").read_text()))
     assert after.objective_choices == before.objective_choices
-    for section in ("objectives", "objective_starts", "objective_sections"):
+    for section in ("objectives", "objective_sections"):
         assert getattr(after, section) == getattr(before, section)
     assert open_run(tmp_path / "run").config.objective_choices == before.objective_choices
 
@@ -121,11 +122,11 @@ def test_a_blank_that_was_not_trained_is_named(made):
     assert "trained on [MASK], [sMASK], not on [gMASK]" in odd.stderr
 
 
-def test_an_objective_counts_from_its_first_sample(made):
+def test_an_objective_counts_from_its_first_phase(made):
     found = open_run(made / "mixture/run")
     assert [choice.name for choice in found.objectives] == ["blank_infilling", "t5"]
-    found.checkpoint.state["consumed_samples"] = 1001
-    assert [choice.name for choice in found.objectives] == ["blank_infilling", "t5", "prefix_lm"]
+    later = replace(found, checkpoint=replace(found.checkpoint, step=2))
+    assert [choice.name for choice in later.objectives] == ["blank_infilling", "t5", "prefix_lm"]
 
 
 def test_the_released_layout_is_for_models_that_fill_blanks(made, tmp_path):

@@ -20,7 +20,7 @@ from megatron_lite.hf.importing import import_directory
 
 CANARY = "/a/path/of/a/stranger"
 # What a stranger may decide, as a user would expect it. Sections of which he decides all, by name:
-RECIPES = ("model", "decoder", "batch", "schedule", "objectives", "objective_starts")
+RECIPES = ("model", "decoder", "batch", "schedule", "objectives")
 # ... and settings of others. The objectives' sections are his but for their paths.
 SETTINGS = {
     "training": "steps seed precision loss_normalization loss_weights label_smoothing",

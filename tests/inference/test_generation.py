@@ -293,7 +293,7 @@ def test_unusable_texts_are_refused(model):
 
 
 def test_a_model_with_a_decoder_fills_no_blanks():
-    checkpoint = SimpleNamespace(path=Path("runs/two"), state={"consumed_samples": 8})
+    checkpoint = SimpleNamespace(path=Path("runs/two"), state={"consumed_samples": 8}, step=1)
     run = OpenRun(tiny("model.decoder_layers=3"), SimpleNamespace(), checkpoint)
     with pytest.raises(ConfigError, match=r"runs/two has model.decoder_layers 3"):
         run.require_blank_infilling(["[MASK]"])

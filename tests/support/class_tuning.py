@@ -11,12 +11,12 @@ import torch
 from data_utils.common.batch_fields import DOC, SEGMENT_IDS, TOKENS
 from data_utils.tasks.base import TaskSample
 from data_utils.tasks.templates.collate import collate
+from megatron_lite.config.learning_rates import learning_rate
 from megatron_lite.finetune.data import TaskData
 from megatron_lite.finetune.setup import Task
 from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.task_heads import TaskHead
 from megatron_lite.model.transformer import GLM
-from megatron_lite.train.lr_schedule import learning_rate
 
 
 def tuned_losses(

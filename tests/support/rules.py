@@ -572,22 +572,6 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         ),
     ),
     "timeouts": (over("timeouts.step_seconds=0"), ("timeouts.step_seconds is 0", "at least 1")),
-    "skipped samples": (
-        over("events.skip_samples=[{first: 8, end: 8}]"),
-        ("first 8 and end 8",),
-    ),
-    "learning rate steps": (
-        over("events.learning_rate=[{from_step: 9, until_step: 8, factor: 1}]"),
-        ("from_step 9 and until_step 8",),
-    ),
-    "learning rate": (
-        over("events.learning_rate=[{from_step: 9}]"),
-        ("factor None and value None",),
-    ),
-    "shrink event": (
-        over("events.embedding_gradient_shrink=[{from_step: 9, value: 2}]"),
-        ("events.embedding_gradient_shrink[0].value is 2.0", "in (0, 1]"),
-    ),
     "log": (over("run.log_interval=0"), ("run.log_interval is 0", "at least 1")),
     "fillings in this layout": (
         over("training.eval_fillings=2", "parallel.tensor_parallel_size=2"),
@@ -648,29 +632,6 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "unknown objective": (over("objectives.bert=1"), ("'bert'", "one of blank_infilling, causal")),
     "objective weight": (over("objectives.causal=-1"), ("objectives.causal is -1", "0 or more")),
-    "objective start without objective": (
-        over("objective_starts.causal=5"),
-        (
-            (
-                "objective_starts",
-                "'causal'",
-                "add it",
-            )
-        ),
-    ),
-    "objective start": (
-        over("objectives={causal: 1}", "objective_starts={causal: soon}"),
-        ("objective_starts.causal is 'soon'", "number of samples"),
-    ),
-    "no objective from the start": (
-        over("objectives={causal: 1, t5: 0}", "objective_starts={causal: 5}"),
-        (
-            (
-                "sample 0",
-                "objective_starts",
-            )
-        ),
-    ),
     "tokenizer": (
         lambda: tiny().with_vocab_size(301),
         (

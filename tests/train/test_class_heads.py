@@ -215,7 +215,7 @@ def test_ernie_2_adds_a_task_in_each_stage_and_trains_all_for_50000_steps():
         choices = each.objective_choices
         weights = [choice.weight for choice in choices]
         made = [SimpleNamespace(row_length=512, sequence_length=508)] * len(weights)
-        chosen = Mixed(made, weights, [0] * len(weights), 7).choose(np.arange(steps))
+        chosen = Mixed(made, weights, 7).choose(np.arange(steps))
         for place, (choice, weight) in enumerate(zip(choices, weights, strict=True)):
             trained[choice.name] += steps * weight / sum(weights)
             drawn[choice.name] += (chosen == place).sum()

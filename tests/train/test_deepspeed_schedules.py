@@ -10,7 +10,6 @@ import yaml
 from support.configs import TINY
 
 from megatron_lite.config.tree import load_config
-from megatron_lite.train.lr_schedule import step_rate
 
 STEPS = 60
 
@@ -50,6 +49,6 @@ def test_rates_are_deepspeeds(tmp_path, name, params):
     optimizer = {"type": "AdamW", "params": {"lr": 4e-4}}
     path.write_text(json.dumps({"optimizer": optimizer, "scheduler": {"type": name, "params": params}}))
     config = load_config([base], [], path)
-    rates = [step_rate(config, config.phase_plan, step) for step in range(1, STEPS + 1)]
+    rates = [config.phase_plan.learning_rate(step) for step in range(1, STEPS + 1)]
     # Both are a few operations in double precision.
     assert rates == pytest.approx(deepspeeds_rates(name, params, 4e-4), rel=1e-12, abs=1e-18)

@@ -1,69 +1,35 @@
-"""Skipped samples, changed learning rate and embedding gradient: at the right step, recorded, repeatable."""
+"""Phases that skip samples, and change rate and embedding gradient: at the right step, recorded, repeatable."""
 
 import json
 from pathlib import Path
 
-import pytest
 import torch
 from support.distributed import run_ranks
 from support.training import fit, make_trainer
 
-from data_utils.common.settings import build, merge
+from data_utils.common.settings import merge
 from megatron_lite.checkpoint.manifest import list_checkpoints
 from megatron_lite.checkpoint.verify import read_checkpoint
-from megatron_lite.config.events import EventLog, EventsConfig
-
-
-def events(**lists):
-    return build(EventsConfig, lists)
-
-
-@pytest.mark.parametrize(
-    ("consumed", "first"),
-    [
-        (0, 0),  # samples 0 to 7: untouched
-        (8, 30),  # 8 to 15 touch 10
-        (10, 30),
-        (29, 30),
-        (30, 30),
-        (33, 60),  # 33 to 40 touch 40, and what follows at 50 is skipped as well
-        (60, 60),
-    ],
-)
-def test_a_batch_that_touches_skipped_samples_is_not_made(consumed, first):
-    skips = [{"first": 50, "end": 60}, {"first": 10, "end": 30}, {"first": 40, "end": 48}]
-    assert events(skip_samples=skips).next_sample(consumed, batch_size=8) == first
-
-
-def test_the_last_change_that_includes_a_step_counts():
-    config = events(
-        learning_rate=[
-            {"from_step": 3, "factor": 0.5},
-            {"from_step": 5, "until_step": 6, "value": 7.0},
-        ]
-    )
-    assert [config.learning_rate_at(step, 2.0) for step in range(2, 8)] == [2.0, 1.0, 1.0, 7.0, 7.0, 1.0]
-    shrinks = [{"from_step": 3, "value": 0.5}, {"from_step": 5, "value": 0.1}]
-    config = events(embedding_gradient_shrink=shrinks)
-    assert [config.shrink_at(step, 1.0) for step in (2, 3, 4, 5, 9)] == [1.0, 0.5, 0.5, 0.1, 0.1]
+from megatron_lite.train.event_log import EventLog
 
 
 def test_what_begins_and_ends_is_recorded_once_across_restarts():
-    config = events(learning_rate=[{"from_step": 2, "until_step": 3, "factor": 0.5}])
     log = EventLog()
     for step in range(1, 6):
-        log.now_in_force(step, config.in_force(step))
+        log.now_in_force(step, ["phase 1"] if 2 <= step <= 3 else [])
         log = EventLog.from_state(json.loads(json.dumps(log.state())))
-    change = "learning rate x 0.5 from step 2"
-    assert log.history == [{"step": 2, "event": f"begins: {change}"}, {"step": 4, "event": f"ends: {change}"}]
+    assert log.history == [{"step": 2, "event": "begins: phase 1"}, {"step": 4, "event": "ends: phase 1"}]
 
 
+RATE = 2e-3
 CHANGES = {
-    "events": {
-        "skip_samples": [{"first": 20, "end": 100}],
-        "learning_rate": [{"from_step": 4, "factor": 0.5}],
-        "embedding_gradient_shrink": [{"from_step": 5, "value": 0.1}],
-    }
+    "optimizer": {"lr": RATE},
+    "phases": [
+        {"steps": 2},
+        {"steps": 1, "skip_samples": 84},
+        {"steps": 1, "lr": RATE / 2},
+        {"lr": RATE / 2, "embedding_gradient_shrink": 0.1},
+    ],
 }
 
 
@@ -72,7 +38,7 @@ def lines(directory, kind):
     return {record["step"]: record for record in records if record["kind"] == kind}
 
 
-def test_a_run_with_events_resumes_bit_for_bit_and_keeps_the_record(settings, tmp_path):
+def test_a_run_with_changes_resumes_bit_for_bit_and_keeps_the_record(settings, tmp_path):
     settings = merge(settings, CHANGES)
     whole = run_ranks(fit, 2, settings)
     parts = merge(settings, {"run": {"directory": str(tmp_path / "parts")}})
@@ -84,11 +50,15 @@ def test_a_run_with_events_resumes_bit_for_bit_and_keeps_the_record(settings, tm
         assert [train[step]["consumed_samples"] for step in range(1, 7)] == [8, 16, 108, 116, 124, 132]
         newest = read_checkpoint(list_checkpoints(directory / "checkpoints")[-1])
         assert newest.state["events"]["history"] == [
-            {"step": 3, "event": "samples 16 to 99 are skipped"},
-            {"step": 4, "event": "begins: learning rate x 0.5 from step 4"},
-            {"step": 5, "event": "begins: embedding gradient x 0.1 from step 5"},
+            {"step": 1, "event": "begins: phase 1: as the run"},
+            {"step": 3, "event": "begins: phase 2: skip_samples 84"},
+            {"step": 3, "event": "ends: phase 1: as the run"},
+            {"step": 4, "event": "begins: phase 3: lr 0.001"},
+            {"step": 4, "event": "ends: phase 2: skip_samples 84"},
+            {"step": 5, "event": "begins: phase 4: lr 0.001, embedding_gradient_shrink 0.1"},
+            {"step": 5, "event": "ends: phase 3: lr 0.001"},
         ]
-        assert sorted(lines(directory, "event")) == [3, 4, 5]
+        assert sorted(lines(directory, "event")) == [1, 3, 4, 5]
 
 
 def shrink_factors(context, tree):
@@ -107,6 +77,7 @@ def shrink_factors(context, tree):
 
 def test_the_changes_reach_model_and_optimizer(settings):
     used = run_ranks(shrink_factors, 1, merge(settings, CHANGES))[0]
+    settings = merge(settings, {"optimizer": {"lr": RATE}})
     settings["run"]["directory"] += "-plain"
     plain = run_ranks(shrink_factors, 1, settings)[0]
     assert [factor for factor, _ in used] == [1.0, 1.0, 1.0, 1.0, 0.1, 0.1]

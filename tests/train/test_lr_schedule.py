@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from megatron_lite.train.lr_schedule import learning_rate
+from megatron_lite.config.learning_rates import learning_rate
 
 ARGS = dict(peak=2.0, warmup_steps=10, decay_steps=110, min_lr_ratio=0.1)
 

@@ -20,7 +20,6 @@ from megatron_lite.model.batch import Batch
 from megatron_lite.model.micro_batch import prepare
 from megatron_lite.runtime import control
 from megatron_lite.train.prefetch import Prefetch
-from megatron_lite.train.step import StepPosition
 
 CPU = torch.device("cpu")
 
@@ -32,49 +31,49 @@ def threads():
 # The thread
 
 
-def test_what_was_made_for_another_place_is_thrown_away():
+def test_what_was_made_for_another_step_is_thrown_away():
     made = []
 
-    def make(place, is_wanted):
-        made.append(place)
-        return place
+    def make(step, is_wanted):
+        made.append(step)
+        return step
 
     ahead = Prefetch(make, CPU)
-    assert ahead.take(StepPosition(0, 0)) == StepPosition(0, 0)
-    ahead.start(StepPosition(1, 8))
-    assert ahead.take(StepPosition(1, 8)) == StepPosition(1, 8)
-    ahead.start(StepPosition(2, 16))
-    assert ahead.take(StepPosition(2, 100)) == StepPosition(2, 100)
-    assert made == [(0, 0), (1, 8), (2, 16), (2, 100)] and not threads()
+    assert ahead.take(0) == 0
+    ahead.start(1)
+    assert ahead.take(1) == 1
+    ahead.start(2)
+    assert ahead.take(3) == 3
+    assert made == [0, 1, 2, 3] and not threads()
 
 
 def test_the_end_does_not_wait_for_the_rest_of_a_step_that_nobody_wants():
     begun = threading.Event()
 
-    def make(place, is_wanted):
+    def make(step, is_wanted):
         begun.set()
         while is_wanted():
             pass
 
     ahead = Prefetch(make, CPU)
-    ahead.start(StepPosition(0, 0))
+    ahead.start(0)
     assert begun.wait(HANG_SECONDS) and threads() == ["prefetch"]
     ahead.close()
     assert not threads()
 
 
 def test_any_error_is_raised_by_the_step_that_it_concerns():
-    def make(place, is_wanted):
-        if place.step == 1:
+    def make(step, is_wanted):
+        if step == 1:
             raise MemoryError("of the thread")
-        return place
+        return step
 
     ahead = Prefetch(make, CPU)
-    ahead.start(StepPosition(1, 8))
-    assert ahead.take(StepPosition(0, 0)) == StepPosition(0, 0)  # thrown away: its error does not count
-    ahead.start(StepPosition(1, 8))
+    ahead.start(1)
+    assert ahead.take(0) == 0  # thrown away: its error does not count
+    ahead.start(1)
     with pytest.raises(MemoryError, match="of the thread"):
-        ahead.take(StepPosition(1, 8))
+        ahead.take(1)
     ahead.close()
     assert not threads()
 
@@ -131,7 +130,7 @@ def test_the_next_step_is_read_before_this_one_is_computed(settings):
 
 
 def test_samples_are_skipped_and_none_is_read_twice(settings):
-    skip = {"events": {"skip_samples": [{"first": 20, "end": 100}]}}
+    skip = {"phases": [{"steps": 2}, {"skip_samples": 84}]}
     ((calls, _, consumed, _),) = run_ranks(recorded, 1, merge(settings, skip))
     expected = [*range(16), *range(100, 132)]
     assert np.concatenate(reads(calls)).tolist() == expected and consumed == 132

@@ -183,8 +183,6 @@ def _described(choice: ObjectiveChoice) -> str:
         shares = (section.token_prob, section.sentence_prob, round(section.document_prob, 9))
         named = dict(zip(("token", "sentence", "document"), shares, strict=True))
         changed = {**named, **{k: v for k, v in changed.items() if k not in ("token_prob", "sentence_prob")}}
-    if choice.first_sample:
-        changed["first sample"] = choice.first_sample
     details = ", ".join(
         f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
         for name, value in changed.items()

@@ -48,7 +48,6 @@ RECIPE: Mapping[str, tuple[str, ...] | None] = {
     ),
     **dict.fromkeys(OBJECTIVES),
 }  # fmt: skip
-SHARES = ("objectives", "objective_starts")  # mappings of names of objectives to numbers
 TOKENIZERS = ("tokenizer", "decoder_tokenizer")  # stored next to the recipe, with their fingerprints
 
 
@@ -76,7 +75,7 @@ def portable_recipe(config: Config) -> dict[str, Any]:
         name: tree.get(name) and {key: tree[name][key] for key in _portable(name, cls)}
         for name, cls in _sections().items()
     }
-    return {**recipe, **{name: tree[name] for name in SHARES}}
+    return {**recipe, "objectives": tree["objectives"]}
 
 
 def tokenizer_options(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -154,7 +153,7 @@ def _has_no_text(cls: type) -> bool:
 
 def _taken(path: Path, name: str, section: Any) -> Any:
     """A section's settings. Raises: CheckpointError for any that an export does not hold."""
-    if name in SHARES:
+    if name == "objectives":  # name -> share
         return _checked(path, f"config.{name}", section, dict[str, int | float])
     cls = _sections().get(name)
     # Unknown sections are refused: settings of a foreign file may name paths or addresses.

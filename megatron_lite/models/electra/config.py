@@ -10,7 +10,7 @@ from data_utils.objectives.electra import ElectraConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 
-_PAIR_SECTIONS = ("objectives", "objective_starts", "electra")
+_PAIR_SECTIONS = ("objectives", "electra")
 
 
 def section_of(config: Config) -> ElectraConfig:

@@ -9,7 +9,7 @@ from data_utils.objectives.optimus import OptimusConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 
-_PAIR_SECTIONS = ("decoder", "decoder_tokenizer", "objectives", "objective_starts", "optimus")
+_PAIR_SECTIONS = ("decoder", "decoder_tokenizer", "objectives", "optimus")
 
 
 def latent_of(config: Config) -> OptimusConfig:

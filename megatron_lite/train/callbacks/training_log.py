@@ -17,7 +17,6 @@ from megatron_lite.runtime.control import Requests
 from megatron_lite.train.callbacks.callback import Callback, is_multiple
 from megatron_lite.train.delayed_results import DelayedResults
 from megatron_lite.train.loss_normaliser import LossNormaliser
-from megatron_lite.train.lr_schedule import step_rate
 from megatron_lite.train.step import Progress
 
 
@@ -61,7 +60,7 @@ class TrainingLog(Callback):
             "consumed_samples": self.progress.consumed_samples,
             "consumed_tokens": self.progress.consumed_tokens,
             **self.loss_normaliser.means(sums, step),
-            "lr": step_rate(self.config, self.phase_plan, step),
+            "lr": self.phase_plan.learning_rate(step),
             **self.engine.annealed,
             "grad_norm": result.grad_norm,
             "loss_scale": result.loss_scale,

@@ -218,7 +218,6 @@ def test_objectives_of_pairs_alone_and_a_validation_of_pairs(corpus, pairs):
             "masked_lm has a positive weight, but no corpus without an objective of its own has one",
         ),
         ({"data": {"validation": [{"prefix": "a"}]}}, "relevance has a positive weight"),
-        ({"objective_starts": {"relevance": 100}}, "objective_starts names relevance"),
         ({"data": {"region": 4096}}, "data.region is 4096, but pairs are never truncated; set it to 0"),
         ({"data": {"short_prob": 0.1}}, "data.short_prob is 0.1, but pairs are never truncated; set it to 0"),
         (

@@ -170,7 +170,7 @@ def test_spans_that_a_window_cuts_and_texts_without_spans_go_by_words(name, opti
 
 def test_other_objectives_of_a_mixture_do_not_see_spans():
     made = [make("spanbert", 60, spans="listed"), make("blank_infilling", 60), make("causal", 60)]
-    mixed = Mixed(made, [1, 1, 1], [0, 0, 0], 7)
+    mixed = Mixed(made, [1, 1, 1], 7)
     text = np.tile(text_of(50, False), 40)
     spans = np.full(len(text), -1, np.int32)
     spans[::50] = 4

@@ -135,7 +135,7 @@ def test_words_know_their_capitals_and_other_objectives_do_not():
         seen.update(labels[labelled].tolist())
         masked_words += int(masked.sum())
     assert near(seen[1], seen[0] + seen[1], 0.5) and near(masked_words, 100 * 78, 0.15)
-    mixed = Mixed([made, other], [1, 1], [0, 0], 7)
+    mixed = Mixed([made, other], [1, 1], 7)
     rows, chosen = collate_all(mixed, np.stack([text, capitals]), *given), mixed.choose(np.arange(100))
     for row, kind, *both in zip(rows, chosen, alone, plain, strict=True):
         assert np.array_equal(row, both[kind])

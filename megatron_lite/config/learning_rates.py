@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import NamedTuple
 
-from megatron_lite.config.phase_plan import PhasePlan
+from data_utils.common.settings import check
 from megatron_lite.config.schedule import ScheduleConfig
-from megatron_lite.config.tree import Config
 
 
 def learning_rate(
@@ -59,22 +61,63 @@ def deepspeed_rate(step: int, *, peak: float, schedule: ScheduleConfig, decay_st
     return peak * (schedule.min_lr_ratio + (1.0 - schedule.min_lr_ratio) * remaining)
 
 
-def step_rate(config: Config, phase_plan: PhasePlan, step: int) -> float:
-    """Learning rate of optimizer step `step` (the first is 1), with the run's parts of a schedule and its events."""
-    schedule, peak = config.schedule, config.optimizer.lr
-    # Schedules in parts come first; None means that the configuration has one of the named kinds.
-    factor = phase_plan.learning_rate(step)
-    if factor is not None:
-        return config.events.learning_rate_at(step, peak * factor)
+def named_rate(step: int, peak: float, schedule: ScheduleConfig, decay_steps: int) -> float:
+    """Learning rate of optimizer step `step` (the first is 1) by one of the named kinds."""
     if schedule.is_deepspeeds:
-        scheduled = deepspeed_rate(step, peak=peak, schedule=schedule, decay_steps=config.decay_steps)
-        return config.events.learning_rate_at(step, scheduled)
-    scheduled = learning_rate(
+        return deepspeed_rate(step, peak=peak, schedule=schedule, decay_steps=decay_steps)
+    return learning_rate(
         step,
         peak=peak,
         kind=schedule.kind,
         warmup_steps=schedule.warmup_steps,
-        decay_steps=config.decay_steps,
+        decay_steps=decay_steps,
         min_lr_ratio=schedule.min_lr_ratio,
     )
-    return config.events.learning_rate_at(step, scheduled)
+
+
+class RatePart(NamedTuple):
+    """A part of the schedule. Its steps are begin + 1 to end, counted from 1; rates are factors of optimizer.lr."""
+
+    begin: int
+    end: int
+    kind: str
+    start_rate: float
+    end_rate: float
+
+    def factor(self, step: int) -> float:
+        """The factor of optimizer.lr for a step; after the end, the factor of the end."""
+        if self.kind == "inverse_sqrt":
+            return max(self.end_rate, self.start_rate * math.sqrt(self.begin / step))
+        x = min(1.0, (step - self.begin) / (self.end - self.begin))
+        progress = {
+            "constant": 0.0,
+            "linear": x,
+            "cosine": 0.5 * (1.0 - math.cos(math.pi * x)),
+            "1-sqrt": math.sqrt(x),
+            "exponential": 2.0 * (1.0 - 0.5**x),
+        }
+        return self.start_rate + (self.end_rate - self.start_rate) * progress[self.kind]
+
+
+def rate_parts(schedule: ScheduleConfig, steps: int, tokens: Callable[[int], int]) -> list[RatePart]:
+    """The parts of a schedule in steps.
+
+    Args: steps: of the run. tokens: step -> tokens of the steps until then.
+    Raises: ConfigError for parts that are longer than the run.
+    """
+    parts: list[RatePart] = []
+    begin, rate, used = 0, 0.0, 0
+    for part in schedule.parts:
+        end = begin + (part.steps or 1)  # of a part in tokens: one at least
+        used = tokens(end) if part.tokens is None else used + part.tokens
+        if part.tokens is not None:
+            # The first step by which that many tokens are trained; `tokens` rises with the step.
+            end = bisect_left(range(steps + 1), used, end, key=tokens)
+        start = rate if part.start is None else part.start
+        parts.append(RatePart(begin, end, part.kind, start, start if part.end is None else part.end))
+        begin, rate = end, parts[-1].factor(end)
+    check(
+        begin <= steps,
+        f"schedule.parts have at least {begin:,} steps, but training.steps is {steps:,}; shorten the parts.",
+    )
+    return parts
