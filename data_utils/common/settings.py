@@ -64,16 +64,25 @@ class Range:
         return f"in {'[' if self.above is None else '('}{low}, {high}{']' if self.below is None else ')'}"
 
 
-def setting(default: Any, help: str, is_path: bool = False, or_url: bool = False, **limits: Any) -> Any:
+def setting(
+    default: Any,
+    help: str,
+    is_path: bool = False,
+    or_url: bool = False,
+    on_resume: str | None = None,
+    **limits: Any,
+) -> Any:
     """A field with its help text (purpose, unit). `REQUIRED` as default makes the key mandatory.
 
     Args:
         is_path: the text, or each of a list, names a file or directory: see `expanded_path`.
         or_url: or it names one in a store.
+        on_resume: who may change it in a run: any start ("free"), a phase, for later steps ("phase"), or none
+            ("never"); None = as the class variable `on_resume` of the section, "never" without one.
         limits: fields of `Range`; None is always allowed where the type allows it.
     """
     limited = Range(**limits) if limits else None
-    metadata = {"help": help, "range": limited, "is_path": is_path, "or_url": or_url}
+    metadata = {"help": help, "range": limited, "is_path": is_path, "or_url": or_url, "on_resume": on_resume}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -136,9 +145,9 @@ def section(cls: type) -> Any:
     return dataclasses.field(default_factory=cls, metadata={"help": ""})
 
 
-def setting_mapping(help: str) -> Any:
+def setting_mapping(help: str, on_resume: str | None = None) -> Any:
     """A free mapping, empty by default."""
-    return dataclasses.field(default_factory=dict, metadata={"help": help})
+    return dataclasses.field(default_factory=dict, metadata={"help": help, "on_resume": on_resume})
 
 
 def inline_sections(names: Collection[str], class_of: Callable[[str], Any], help: str = "") -> Any:

@@ -72,11 +72,13 @@ class CorpusConfig:
 @checked("data")
 class DataConfig:
     train: tuple[CorpusConfig, ...] = setting(
-        (), "list of {prefix, weight, tokens, max_epochs, name, objective, decoder_prefix}"
+        (), "list of {prefix, weight, tokens, max_epochs, name, objective, decoder_prefix}", on_resume="phase"
     )
-    validation: tuple[CorpusConfig, ...] = setting((), "as data.train; empty = no evaluation")
+    validation: tuple[CorpusConfig, ...] = setting(
+        (), "as data.train; empty = no evaluation", on_resume="free"
+    )
     sequence_length: int = setting(
-        512, "source tokens per sample, before the objective changes them", at_least=16
+        512, "source tokens per sample, before the objective changes them", at_least=16, on_resume="phase"
     )
     short_prob: float = fraction(
         0.0, "probability that a text is cropped to a uniformly drawn length of 2 tokens or more (BERT: 0.1)"
@@ -92,11 +94,13 @@ class DataConfig:
         "node-local directory to which corpora are copied before training; required for those in a store (s3://...), "
         "null = no copy",
         is_path=True,
+        on_resume="free",
     )
     row_length: int | None = setting(
         None,
         "padded length of a row of the batch; null = derived from sequence_length and the objective",
         at_least=1,
+        on_resume="phase",
     )
 
     def __post_init__(self) -> None:

@@ -61,7 +61,6 @@ class ElectraConfig(MaskedTextConfig):
         "trains a generator and a discriminator; tune the latter with scripts/finetune.py, or export both with "
         "scripts/convert_checkpoint.py."
     )
-    sample_settings = ("electra.mask", "electra.random", "data.row_length")
 
     def generator_width(self, width: int) -> int:
         """hidden_size of the generator. Args: width: hidden_size of the discriminator."""

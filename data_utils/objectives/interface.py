@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -59,6 +59,7 @@ class ObjectiveConfig(ABC):
 
     __slots__ = ()
 
+    on_resume: ClassVar[str] = "phase"  # see `setting`
     segments = 2  # segment ids are below this
     needed_roles: tuple[str, ...] = ()  # special tokens that the vocabulary must have
     has_span_boundaries = False  # whether spans are predicted again, from the tokens around them
@@ -68,7 +69,6 @@ class ObjectiveConfig(ABC):
     # The annotation of each token that `fill` also reads: "entities", "capitals", "spans" or "labels", see `gather` in
     # data_utils/loader/sampler.py; None = nothing.
     token_annotation: str | None = None
-    sample_settings: tuple[str, ...] | None = None  # keys on which samples depend; None = the whole section
     token_units_setting = "whole_words=false"  # makes the objective mask tokens instead of whole words
     # The module whose MODEL_SPEC describes the model that the objective trains (megatron_lite/model/build.py); None =
     # one Transformer.

@@ -103,7 +103,6 @@ class OptimusConfig(RowSizes):
     model_files = ("latent.json", "latent.safetensors", "encoder/", "decoder/")
     has_second_stack = True
     own_model_advice = "joins two Transformers by a latent vector; use scripts/latent.py for it."
-    sample_settings = ("optimus.memory", "data.row_length")
 
     def __post_init__(self) -> None:
         check(

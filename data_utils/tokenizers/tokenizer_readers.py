@@ -50,6 +50,7 @@ class TokenizerConfig:
         "vocab.txt, vocab.json, .model or tokenizer.json, its directory, or a Hugging Face hub name: "
         "org/name or org/name@revision.",
         is_path=True,
+        on_resume="free",
     )
     added_tokens: str = setting(
         "glm",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from data_utils.common.setting_files import shown
 from data_utils.common.settings import check, checked, fraction, setting
@@ -11,6 +12,8 @@ from data_utils.common.settings import check, checked, fraction, setting
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("finetune")
 class FinetuneConfig:
+    on_resume: ClassVar[str] = "free"
+
     epochs: int = setting(3, "Passes over the training samples; determines training.steps.", at_least=1)
     warmup_share: float = fraction(0.1, "Fraction of the steps used for learning rate warm-up.")
     seeds: tuple[int, ...] = setting(

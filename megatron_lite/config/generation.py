@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import ClassVar
 
 from data_utils.common.settings import check, checked, setting
 
@@ -20,6 +21,8 @@ ONLY_FOR = {
 @checked("generation")
 class GenerationConfig:
     """How text is generated. Raises: ConfigError for a value out of range, or one that the strategy does not use."""
+
+    on_resume: ClassVar[str] = "free"
 
     strategy: str = setting("greedy", "greedy, sample or beam.", one_of=STRATEGIES)
     max_length: int = setting(64, "Maximum tokens per blank.", at_least=1)

@@ -79,7 +79,10 @@ class ModelConfig:
     )
     ffn_size: int | None = setting(None, "Inner size of the FFN; null = 4 hidden_size.", at_least=1)
     vocab_size: int | None = setting(
-        None, "Vocabulary size, special tokens included, before padding; null = the tokenizer's.", at_least=1
+        None,
+        "Vocabulary size, special tokens included, before padding; null = the tokenizer's.",
+        at_least=1,
+        on_resume="free",
     )
     max_position: int = setting(
         512, "Largest position id; position embeddings have max_position + 1 rows.", at_least=1
@@ -205,7 +208,11 @@ class ModelConfig:
         None, "Standard deviation of the initial position embeddings; null = as init and init_std.", above=0
     )
     embedding_gradient_shrink: float = setting(
-        1.0, "Multiplies the gradient of the embeddings (GLM-130B: 0.1); 1 = off.", above=0, at_most=1
+        1.0,
+        "Multiplies the gradient of the embeddings (GLM-130B: 0.1); 1 = off.",
+        above=0,
+        at_most=1,
+        on_resume="phase",
     )
     scale_embedding: bool = setting(False, "Multiply word embeddings by sqrt(hidden_size) (MASS).")
     segments: int = setting(
@@ -221,6 +228,7 @@ class ModelConfig:
         (),
         "Row of the task embedding for each loss, by loss number. Filled in at the start: objectives take "
         "rows 0, 1, ... in order, and rows of a checkpoint are kept. [] in a checkpoint = the loss number.",
+        on_resume="free",
     )
     tie_word_embeddings: bool = setting(
         True, "Share the word embedding with the output projection; false = a separate output matrix (GLM-4)."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from data_utils.common.setting_files import shown
 from data_utils.common.settings import (
@@ -24,6 +24,8 @@ _LENGTHS = ("steps", "samples", "tokens")
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("phases")
 class PhaseConfig:
+    on_resume: ClassVar[str] = "phase"
+
     steps: int | None = setting(
         None,
         "Length in optimizer steps; the last phase may leave out its length and then runs to training.steps.",

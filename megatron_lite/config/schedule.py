@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from data_utils.common.settings import REQUIRED, check, checked, fraction, setting
 
@@ -12,6 +13,8 @@ DEEPSPEED_KINDS = ("deepspeed_constant", "deepspeed_linear", "deepspeed_cosine")
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("schedule.parts")
 class SchedulePart:
+    on_resume: ClassVar[str] = "phase"
+
     kind: str = setting(
         REQUIRED,
         "Shape from start to end, by progress x: linear = x, cosine = (1 - cos pi x) / 2, 1-sqrt = sqrt(x),"
@@ -43,6 +46,8 @@ class SchedulePart:
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("schedule")
 class ScheduleConfig:
+    on_resume: ClassVar[str] = "phase"
+
     kind: str = setting(
         "cosine",
         "cosine, linear or constant after a linear warm-up; inverse_sqrt = decays with 1/sqrt(step) after "

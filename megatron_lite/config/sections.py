@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import parse_qsl
 
 from data_utils.common.errors import ConfigError
@@ -25,6 +25,8 @@ _SECRET = re.compile(r"token|key|secret|pass|pwd|auth|credential|sig(nature)?$|s
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("batch.ramp")
 class RampConfig:
+    on_resume: ClassVar[str] = "phase"
+
     start: int = setting(REQUIRED, "Initial batch size, in samples.", at_least=1)
     by: int = setting(REQUIRED, "Batch size increment, in samples.", at_least=1)
     samples: int = setting(
@@ -35,7 +37,11 @@ class RampConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("batch")
 class BatchConfig:
-    micro_batch_size: int = setting(8, "Samples per forward pass and data-parallel rank.", at_least=1)
+    on_resume: ClassVar[str] = "phase"
+
+    micro_batch_size: int = setting(
+        8, "Samples per forward pass and data-parallel rank.", at_least=1, on_resume="free"
+    )
     global_batch_size: int = setting(16, "Samples per optimizer step over all ranks.", at_least=1)
     ramp: RampConfig | None = setting(
         None, "Batch size ramp-up to global_batch_size at the start of the run or phase; null = none."
@@ -74,6 +80,8 @@ class BatchConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("parallel")
 class ParallelConfig:
+    on_resume: ClassVar[str] = "free"
+
     tensor_parallel_size: int = setting(
         1, "Tensor-parallel ranks; must divide the number of attention heads.", at_least=1
     )
@@ -126,7 +134,7 @@ class ParallelConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("training")
 class TrainingConfig:
-    steps: int = setting(REQUIRED, "Optimizer steps of the whole run.", at_least=1)
+    steps: int = setting(REQUIRED, "Optimizer steps of the whole run.", at_least=1, on_resume="free")
     seed: int = setting(1234, "Seed of initial weights, sample order and dropout.", at_least=0, below=2**63)
     precision: str = setting(
         "bf16",
@@ -137,22 +145,26 @@ class TrainingConfig:
         "none",
         "Activation recomputation in backward: none, selective (attention only) or full (whole blocks).",
         one_of=("none", "selective", "full"),
+        on_resume="free",
     )
     deterministic: bool = setting(
         False,
         "Fixed summation order, so that runs on the same GPU model are bit-identical (CPU runs always are);"
         " slower.",
+        on_resume="free",
     )
     tf32: bool = setting(
         False,
         "Compute fp32 matrix products in TF32 (10-bit mantissa) on GPUs: faster, but results differ from a "
         "CPU's.",
+        on_resume="free",
     )
     kernels: str = setting(
         "fused",
         "GPU implementation of norms, activations, dropout and cross entropy: fused (Triton kernels) or "
         "torch (PyTorch operators; slower, for debugging a kernel).",
         one_of=("fused", "torch"),
+        on_resume="free",
     )
     attention: str = setting(
         "auto",
@@ -160,16 +172,19 @@ class TrainingConfig:
         "(Hopper and Blackwell, package flash-attn-4), torch (the memory-efficient kernel: fp32, old GPUs), or auto: "
         "without attention dropout fa3 on Hopper and fa4 on Blackwell, if installed, else fa2, else torch.",
         one_of=CHOICES,
+        on_resume="free",
     )
     cuda_graphs: bool = setting(
         False,
         "Capture each block as a CUDA graph per direction, at the latest on the third batch of a shape: "
         "less host overhead, more memory.",
+        on_resume="free",
     )
     layernorm: str = setting(
         "torch",
         "LayerNorm implementation: torch or NVIDIA apex (must be installed).",
         one_of=("torch", "apex"),
+        on_resume="free",
     )
     loss_normalization: str = setting(
         "global_tokens",
@@ -180,7 +195,8 @@ class TrainingConfig:
         one_of=LOSS_NORMALIZATIONS,
     )
     loss_weights: dict[str, Any] = setting_mapping(
-        "per_objective: loss name -> weight; 1 if not listed. Names as in the log line, loss/NAME."
+        "per_objective: loss name -> weight; 1 if not listed. Names as in the log line, loss/NAME.",
+        on_resume="phase",
     )
     label_smoothing: float = setting(
         0.0,
@@ -198,26 +214,35 @@ class TrainingConfig:
         0,
         "Compute logits in chunks of N tokens to save memory (recomputed in backward); 0 = all at once.",
         at_least=0,
+        on_resume="free",
     )
     max_nonfinite_steps: int = setting(
         20,
         "Stop after this many consecutive steps skipped for non-finite gradients; fp16 may skip up to 17 to"
         " find its loss scale.",
         at_least=1,
+        on_resume="free",
     )
     replica_check_interval: int = setting(
         0,
         "Steps between bitwise comparisons of weights that several ranks hold; 0 = never.",
         at_least=0,
+        on_resume="free",
     )
     gradient_norm_interval: int = setting(
-        0, "Steps between records of each layer's gradient norm, before clipping; 0 = never.", at_least=0
+        0,
+        "Steps between records of each layer's gradient norm, before clipping; 0 = never.",
+        at_least=0,
+        on_resume="free",
     )
     eval_interval: int = setting(
-        1000, "Steps between evaluations on the validation corpora; 0 = only at the end.", at_least=0
+        1000,
+        "Steps between evaluations on the validation corpora; 0 = only at the end.",
+        at_least=0,
+        on_resume="free",
     )
     eval_samples: int = setting(
-        256, "Validation samples per evaluation; the same samples every time.", at_least=1
+        256, "Validation samples per evaluation; the same samples every time.", at_least=1, on_resume="free"
     )
     eval_fillings: int = setting(
         0,
@@ -225,11 +250,13 @@ class TrainingConfig:
         "report.py.",
         at_least=0,
         at_most=20,
+        on_resume="free",
     )
     stop_after_step: int | None = setting(
         None,
         "Save and stop after this step (a planned interruption); null = run to training.steps.",
         at_least=1,
+        on_resume="free",
     )
 
     def __post_init__(self) -> None:
@@ -268,9 +295,13 @@ class OptimizerConfig:
         "torch",
         "AdamW implementation: torch or NVIDIA apex FusedAdam (must be installed).",
         one_of=("torch", "apex"),
+        on_resume="free",
     )
     lr: float = setting(
-        1e-4, "Peak learning rate; for adafactor relative to the scale of the weights.", above=0
+        1e-4,
+        "Peak learning rate; for adafactor relative to the scale of the weights.",
+        above=0,
+        on_resume="phase",
     )
     beta1: float = setting(0.9, "Adam beta1: decay of the first moment.", at_least=0, below=1)
     beta2: float = setting(0.98, "Adam beta2: decay of the second moment.", at_least=0, below=1)
@@ -325,7 +356,9 @@ class EmaConfig:
         below=1,
     )
     interval: int = setting(1, "Steps between EMA updates; each uses decay^interval.", at_least=1)
-    use: bool = setting(False, "Evaluate with the EMA weights, and read them from the run's checkpoints.")
+    use: bool = setting(
+        False, "Evaluate with the EMA weights, and read them from the run's checkpoints.", on_resume="free"
+    )
 
     def __post_init__(self) -> None:
         check(
@@ -350,6 +383,8 @@ class EmaConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("checkpoint")
 class CheckpointConfig:
+    on_resume: ClassVar[str] = "free"
+
     save_interval: int = setting(1000, "Steps between checkpoints; 0 = only when the run stops.", at_least=0)
     keep_last: int = setting(3, "Number of latest checkpoints to keep; 0 = all.", at_least=0)
     keep_every: int = setting(
@@ -404,6 +439,8 @@ class CheckpointConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("run")
 class RunConfig:
+    on_resume: ClassVar[str] = "free"
+
     directory: str = setting(
         "runs/glm",
         "Directory of checkpoints, metrics.jsonl, TensorBoard files and the resolved configuration.",
@@ -423,6 +460,8 @@ class RunConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("timeouts")
 class TimeoutsConfig:
+    on_resume: ClassVar[str] = "free"
+
     setup_seconds: int = setting(
         1800, "Watchdog limit from process start to the first step, in seconds.", at_least=1
     )
@@ -456,6 +495,8 @@ class TimeoutsConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("trackers.wandb")
 class WandbConfig:
+    on_resume: ClassVar[str] = "free"
+
     project: str = setting(REQUIRED, "Weights & Biases project; needs the package wandb.")
     entity: str | None = setting(None, "User or team that owns the project; null = your default entity.")
     mode: str = setting(
@@ -470,6 +511,8 @@ class WandbConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("trackers.mlflow")
 class MlflowConfig:
+    on_resume: ClassVar[str] = "free"
+
     uri: str = setting(
         REQUIRED,
         "Tracking server (https://...) or local store; needs the package mlflow-skinny.",
@@ -496,6 +539,8 @@ class MlflowConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackersConfig:
+    on_resume: ClassVar[str] = "free"
+
     wandb: WandbConfig | None = setting(None, "Weights & Biases; null = off.")
     mlflow: MlflowConfig | None = setting(None, "MLflow; null = off.")
 
@@ -507,6 +552,8 @@ class TrackersConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("profiler")
 class ProfilerConfig:
+    on_resume: ClassVar[str] = "free"
+
     first_step: int | None = setting(
         None,
         "First step to trace with torch.profiler, written to directory/profile; null = off.",

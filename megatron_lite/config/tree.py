@@ -78,7 +78,8 @@ class Config:
     data: DataConfig = section(DataConfig)
     objectives: dict[str, Any] = setting_mapping(
         "Objective -> share of the samples, relative to the others; {} = the one of model.system's paper, without a "
-        "system blank_infilling. The section of the same name configures an objective."
+        "system blank_infilling. The section of the same name configures an objective.",
+        on_resume="phase",
     )
     objective_sections: dict[str, ObjectiveConfig] = inline_sections(  # those of `objectives` alone
         OBJECTIVES, section_class
@@ -86,6 +87,7 @@ class Config:
     phases: tuple[PhaseConfig, ...] = setting(
         (),
         "Phases, each with its length and the settings that it changes (docs/data_mixtures.md); [] = one phase.",
+        on_resume="phase",
     )
     task: TaskConfig | None = setting(None, "Task for scripts/finetune.py; null = pretraining.")
     tasks: tuple[TaskConfig, ...] = setting(
@@ -100,7 +102,8 @@ class Config:
     profiler: ProfilerConfig = section(ProfilerConfig)
     deepspeed: dict[str, Any] = setting_mapping(
         "DeepSpeed's own keys, see docs/coming_from.md: those that are settings here become them, the others go to "
-        "DeepSpeed"
+        "DeepSpeed",
+        on_resume="free",
     )
 
     def __post_init__(self) -> None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_lite.config.tree import Config
@@ -95,8 +94,11 @@ class ModelSpec:
     def begin(self, config: Config, engine: Any, context: Any) -> None:
         """Load what a new run begins with, by its objective's section; called by every rank after `check_beginning`."""
 
-    def check_continuation(self, config: Config, before: Mapping[str, Any], checkpoint: Path) -> None:
-        """Raise CheckpointError unless a run of the configuration tree `before` may be continued."""
+    def check_same_data(self, config: Config, data: Sequence[Mapping[str, Any]], checkpoint: str) -> None:
+        """Raise CheckpointError unless what the model reads beside the corpora is what it was trained on.
+
+        Args: data: fingerprints of the corpora of a checkpoint; checkpoint: its name.
+        """
 
 
 def model_spec(config: Config) -> ModelSpec:

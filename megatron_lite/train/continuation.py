@@ -15,7 +15,6 @@ from typing import Any
 
 from data_utils.common.errors import CheckpointError
 from data_utils.common.settings import build, to_tree
-from data_utils.objectives import OBJECTIVES
 from megatron_lite.checkpoint.full_word_embedding import with_full_word_embedding
 from megatron_lite.checkpoint.manifest import Checkpoint
 from megatron_lite.checkpoint.read import find_checkpoint, load_checkpoint, load_weights_only, newest_valid
@@ -28,8 +27,7 @@ from megatron_lite.metrics import version
 from megatron_lite.model.build import model_spec
 from megatron_lite.model.trained_model import ENCODER
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.runtime.changed_corpora import changed_corpora, changed_seed, require_same_corpora
-from megatron_lite.runtime.finished_runs import changed
+from megatron_lite.runtime.changes import changed, differences, recorded_config, require_same_run
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +49,7 @@ def check(config: Config, newest: Checkpoint | None) -> None:
             _require_same_lora_scale(config, initial)
         else:
             checkpoint = initial
-            require_same_corpora(config, initial.path, initial.trainer_state())
+            require_same_run(config, initial, is_branch=True)
     if checkpoint is not None:
         require_same_optimizer(config, checkpoint)
         check_model(checkpoint, model_spec(config).shapes(config))
@@ -91,9 +89,9 @@ def _check_may_continue(config: Config, checkpoint: Checkpoint) -> None:
             f"{checkpoint.path.parent} already holds a checkpoint of step {checkpoint.step} and "
             "checkpoint.resume is never; choose another run.directory, or checkpoint.resume=auto to continue."
         )
-    before = checkpoint.trainer_state().config
-    model_spec(config).check_continuation(config, before, checkpoint.path)
-    require_same_corpora(config, checkpoint.path, checkpoint.trainer_state())
+    data = checkpoint.trainer_state().data or []
+    model_spec(config).check_same_data(config, data, str(checkpoint.path))
+    require_same_run(config, checkpoint)
 
 
 def load(
@@ -122,11 +120,7 @@ def load(
         if state.program and state.program != program:  # an import was written by no training program
             before, after = version.describe(state.program), version.describe(program)
             log.warning("changed since the checkpoint: the program: %s -> %s", before, after)
-    events = _sample_events(changed_samples(state.config, tree) + corpora_changes(config, state))
-    events += other_rate(config, state) + _new_moments(newest)
-    # Averages that start in the middle of a run differ from those of a run that had them from the start.
-    if config.ema.decay is not None and not any(stored.state_name == "ema" for stored in newest.slices):
-        events.append(f"averages of the weights begin at step {state.step}")
+    events = _accepted(config, state) + other_rate(config, state) + _new_moments(newest)
     return state, True, events + changed_plan(state.config, tree)
 
 
@@ -137,8 +131,11 @@ def _initialize(
     checkpoint = find_checkpoint(Path(config.checkpoint.initialize_from), context)
     if config.checkpoint.initialize == "all":
         state = _load(checkpoint, config, engine, context, data)
-        events = _sample_events(corpora_changes(config, state))
-        return state, events + other_rate(config, state) + _new_moments(checkpoint)
+        events = _accepted(config, state) + other_rate(config, state) + _new_moments(checkpoint)
+        # Averages that start in the middle of a run differ from those of a run that had them from the start.
+        if config.ema.decay is not None and not any(each.state_name == "ema" for each in checkpoint.slices):
+            events.append(f"averages of the weights begin at step {state.step}")
+        return state, events
     checkpoint = _for_model(checkpoint, config)
     new = new_parameters(checkpoint, model_spec(config).shapes(config))
     load_weights_only(checkpoint, engine, context, new)
@@ -192,16 +189,12 @@ def _load(
     return state
 
 
-def _sample_events(changes: list[str]) -> list[str]:
+def _accepted(config: Config, state: TrainerState) -> list[str]:
+    """Events for accepted changes of samples. `check_beginning` has refused the others."""
+    changes = [each.text for each in differences(config, state) if each.in_samples]
     return [
         f"changed, so that samples differ from those of an uninterrupted run: {change}" for change in changes
     ]
-
-
-def corpora_changes(config: Config, state: TrainerState) -> list[str]:
-    """Accepted changes of the seed and the corpora. `check_beginning` has refused the others."""
-    changes = changed_seed(config, state), changed_corpora(config, state)
-    return [f"{change.setting}: {change.effect}" for change in changes if change is not None]
 
 
 def other_rate(config: Config, state: TrainerState) -> list[str]:
@@ -211,8 +204,7 @@ def other_rate(config: Config, state: TrainerState) -> list[str]:
     """
     if state.config.get("task") or config.task is not None:
         return []  # a task's steps follow from its records
-    recorded: Config = build(Config, state.config)
-    step = state.step + 1
+    recorded, step = recorded_config(state), state.step + 1
     was, now = (its.phase_plan.learning_rate(step) for its in (recorded, config))
     if math.isclose(was, now, rel_tol=1e-6):
         return []
@@ -236,17 +228,6 @@ def _new_moments(checkpoint: Checkpoint) -> list[str]:
     return [
         f"the optimizer starts without moments at step {checkpoint.step}: {checkpoint.path.name} has none"
     ]
-
-
-def changed_samples(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Settings that differ between two configuration trees and make other samples of the same corpora."""
-    # A run without `objectives` is GLM's blank infilling, the default objective.
-    chosen = {name for tree in (before, after) for name in tree.get("objectives") or ("blank_infilling",)}
-    decisive = ["data.sequence_length", "data.short_prob", "objective"]
-    for name in chosen & OBJECTIVES.keys():
-        keys = OBJECTIVES[name].config_class.sample_settings
-        decisive += (f"{name}.",) if keys is None else keys
-    return [change for change in config_changes(before, after) if change.startswith(tuple(decisive))]
 
 
 def changed_plan(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

@@ -68,16 +68,21 @@ def test_what_a_run_can_begin_with_is_let_pass(corpus, trained, tmp_path):
             {"initialize_from": "", "model": {"num_layers": 1}},
             "another model: it has 29 parameter tensors",
         ),
-        (True, {"model": {"hidden_size": 64}}, r"\(65, 32\) there and \(65, 64\) here; use the config"),
+        (True, {"model": {"hidden_size": 64}}, r"model.hidden_size: 32 -> 64"),
         (
             True,
             {"training": {"seed": 8}},
-            r"training.seed differs from .*: it was 7 and is now 8; .*\. Set training.seed=7; or start",
+            r"trained with other settings: training.seed: 7 -> 8\. Put the old values back",
         ),
         (
             False,
             {"initialize_from": "", "initialize": "all", "training": {"seed": 8}},
-            r"training.seed differs from .*: it was 7 and is now 8; .*\. Set training.seed=7; or start",
+            r"trained with other settings: training.seed: 7 -> 8\. Put the old values back",
+        ),
+        (
+            True,
+            {"training": {"label_smoothing": 0.1}},
+            r"label_smoothing: 0.0 -> 0.1\. .*branch off: another run.directory with checkpoint.initialize_from=.*all",
         ),
         (True, {"resume": "never"}, "already holds a checkpoint of step 2 and checkpoint.resume is never"),
     ],
@@ -131,7 +136,7 @@ def test_a_branch_with_another_seed_that_is_accepted_says_so(corpus, trained, tm
     given = {"initialize_from": str(trained), "initialize": "all", "accept_changed_data": True}
     tree = merge(small_run(corpus, tmp_path), {"training": {"seed": 8}, "checkpoint": given})
     run_ranks(fit, 1, tree)
-    assert any("training.seed: it was 7 and is now 8" in event for event in events_of(tmp_path))
+    assert any("training.seed: 7 -> 8" in event for event in events_of(tmp_path))
 
 
 @pytest.mark.parametrize("is_branch", [False, True])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from data_utils.common.errors import CheckpointError, ConfigError
@@ -13,7 +12,6 @@ from data_utils.common.seeds import derive_seed
 from data_utils.dataset.vectors import Vectors
 from data_utils.objectives.entities import EntitiesConfig
 from data_utils.tasks.readers.marked import entity_count
-from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.tree import Config
 from megatron_lite.model.build import ModelSpec
 from megatron_lite.model.init import initialize_parameters
@@ -67,11 +65,9 @@ class ErnieSpec(ModelSpec):
         vectors = _task_vectors(config)
         return lambda batch: EntityTaskBatch(batch, vectors)
 
-    def check_continuation(self, config: Config, before: Mapping[str, Any], checkpoint: Path) -> None:
+    def check_same_data(self, config: Config, data: Sequence[Mapping[str, Any]], checkpoint: str) -> None:
         section = section_of(config)
-        recorded = {
-            entry.get("vectors_crc32") for entry in read_checkpoint(checkpoint).trainer_state().data or ()
-        }
+        recorded = {entry.get("vectors_crc32") for entry in data}
         if section.vectors is not None and recorded - {None, Vectors(section.vectors, section.size).identity}:
             raise CheckpointError(
                 f"entities.vectors {section.vectors} differ from the vectors that {checkpoint} was trained with; "

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from data_utils.common.errors import CheckpointError
 from data_utils.common.seeds import derive_seed
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
@@ -73,14 +70,6 @@ class OptimusSpec(ModelSpec):
         from megatron_lite.models.optimus import pretrained_stacks
 
         pretrained_stacks.load(config, engine, context)
-
-    def check_continuation(self, config: Config, before: Mapping[str, Any], checkpoint: Path) -> None:
-        feature, wanted = before.get("optimus", {}).get("feature"), latent_of(config).feature
-        if feature != wanted:
-            raise CheckpointError(
-                f"optimus.feature is {wanted}, but {checkpoint} was trained with {feature}; set {feature}, or choose "
-                "another run.directory."
-            )
 
 
 MODEL_SPEC = OptimusSpec()
