@@ -27,6 +27,7 @@ from megatron_lite.config.deepspeed_keys import KEYS, Policy
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.files.left_out import BUFFERS, OTHER_CLASS_TENSORS
 from megatron_lite.hf.published.systems import PUBLISHED, SYSTEMS_BY_NAME
+from megatron_lite.runtime.changes import resume_rule
 from megatron_lite.runtime.run_state import MEANINGS
 
 ROOT = code_structure.ROOT
@@ -125,7 +126,8 @@ def settings() -> str:
         assert match is not None, line
         kind = "mapping" if match["type"].startswith("dict[") else match["type"]
         default = "required" if match["default"] is None else f"`{match['default']}`"
-        cells = [f"`{match['key']}`", kind, match["range"] or "", default, meaning.strip()]
+        rule = resume_rule(match["key"])
+        cells = [f"`{match['key']}`", kind, match["range"] or "", default, rule, meaning.strip()]
         row = " | ".join(cell.replace("|", "\\|") for cell in cells)
         sections.setdefault(match["key"].rpartition(".")[0], []).append(f"| {row} |")
     sections["Keys without a section"] = sections.pop("")
@@ -133,14 +135,18 @@ def settings() -> str:
         "# Settings",
         "",
         f"{NOTICE} [configuration.md](configuration.md) says how files and overrides combine.",
+        "",
+        "`on resume` says what may change a setting in a run that continues: `free` = any start, `phase` = a "
+        "[phase](data_mixtures.md#phases), for later steps, `never` = none, so that [another run or a "
+        "branch](checkpoints.md#continuing) is needed.",
     ]
     for section, rows in sections.items():
         lines += [
             "",
             f"## {section}",
             "",
-            "| key | type | range | default | meaning |",
-            "|---|---|---|---|---|",
+            "| key | type | range | default | on resume | meaning |",
+            "|---|---|---|---|---|---|",
             *rows,
         ]
     return "\n".join(lines) + "\n"
