@@ -108,9 +108,9 @@ def import_published(
         # Configuration and shapes first: a directory that cannot be imported is refused before a weight is read.
         source = open_published(path)
         copy_imported_files(source, directory / IMPORTED_FILES)
-        config = build_import_config(source, output, directory, tree, verify)
+        config = build_import_config(source, directory, tree, verify)
         weights = with_new_heads(source, config, parameter_shapes(config.model))
-        checkpoint = write_imported_run(directory, weights, config)
+        checkpoint = write_imported_run(directory, output, weights, config)
         if not verify:
             return None
         saved = read_checkpoint(checkpoint)
@@ -126,7 +126,7 @@ def import_published(
 
 
 def build_import_config(
-    source: PublishedSource, output: Path, directory: Path, tree: Mapping[str, Any], verify: bool
+    source: PublishedSource, directory: Path, tree: Mapping[str, Any], verify: bool
 ) -> Config:
     """The configuration of the new run, with the directory's tokenizer if the tree names none."""
     model = tree.get("model")
@@ -158,17 +158,11 @@ def build_import_config(
         begin = "cls" if begins else "none"
     defaults = {key: {"begin": begin} for key in ("causal", "fill_in_middle")}
     tree = with_sizes(source.path, source.settings, with_objective(merge(defaults, tree)))
-    config = build(Config, merge(tree, {"run": {"directory": str(output)}}))
+    config = build(Config, tree)
     require_same_model("model", config.model, source)
-    config = with_task_rows(config)
-    assert config.tokenizer is not None
     if verify and not is_imported:
         require_same_ids("tokenizer", loaded, source.path, directory / IMPORTED_FILES)
-    if is_imported:
-        # The directory has a temporary name until all is proven; the path is written as it will be.
-        path = str(output.absolute() / Path(config.tokenizer.path).relative_to(directory))
-        config = replace(config, tokenizer=replace(config.tokenizer, path=path))
-    return replace(config, tokenizer=config.tokenizer.absolute())  # type: ignore[union-attr]
+    return with_task_rows(config)
 
 
 def _task_length(model: ModelConfig) -> dict[str, int]:
