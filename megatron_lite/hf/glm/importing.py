@@ -25,7 +25,6 @@ from data_utils.common.settings import build, check, merge
 from data_utils.tokenizers.special_tokens import SpecialTokens
 from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from megatron_lite.checkpoint.tensor_files import write_tensors
-from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.model import OF_TRAINING
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.files import proof
@@ -61,7 +60,6 @@ from megatron_lite.hf.glm.configuration_glm import GLMConfig
 from megatron_lite.hf.glm.tokenizer_files import prove_tokenizer, training_tokenizer
 from megatron_lite.hf.published.source import unsupported
 from megatron_lite.hf.published.usual import with_sizes
-from megatron_lite.inference.open_run import load_model
 from megatron_lite.model.flops import parameter_shapes
 
 log = logging.getLogger(__name__)
@@ -280,8 +278,4 @@ def _prove_import(
         writer = tokenizer if is_filler and has_tokenizer else None
         return glm_proof.ask(source.path, model, writer, is_export=False, dtype=dtype)
 
-    saved = read_checkpoint(path)
-    comparisons = proof.prove(
-        ask, lambda: load_model(saved, model), tolerance, f"the import of {source.path}", saved.shapes
-    )
-    return proof.joined(comparisons)
+    return proof.prove_import(ask, path, model, source.path, tolerance)

@@ -22,7 +22,6 @@ from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.readers.by_name import task_labels
 from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from megatron_lite.checkpoint.tensor_files import write_tensors
-from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.lora import LoraConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.systems import reads_both_ways, with_objective
@@ -78,7 +77,7 @@ from megatron_lite.hf.published.usual import with_sizes
 from megatron_lite.hf.published.versions import oldest_version
 from megatron_lite.hf.published.write_config import NOT_IN_FILES, former_fields, hf_config
 from megatron_lite.inference.decoders import template_of
-from megatron_lite.inference.open_run import OpenRun, load_model
+from megatron_lite.inference.open_run import OpenRun
 from megatron_lite.inference.states import PromptTemplate
 from megatron_lite.model.flops import parameter_shapes
 from megatron_lite.model.init import initialize_parameters
@@ -113,16 +112,12 @@ def import_published(
         checkpoint = write_imported_run(directory, output, weights, config)
         if not verify:
             return None
-        saved = read_checkpoint(checkpoint)
         class_name = source.class_name or transformers_class_name(source.system, config.model)
-        comparisons = proof.prove(
-            lambda dtype: ask(path, class_name, config.model, dtype=dtype, source=source),
-            lambda: load_model(saved, config.model),
-            tolerance,
-            f"the import of {path}",
-            saved.shapes,
-        )
-        return proof.joined(comparisons)
+
+        def ask_class(dtype: torch.dtype) -> list[proof.Question]:
+            return ask(path, class_name, config.model, dtype=dtype, source=source)
+
+        return proof.prove_import(ask_class, checkpoint, config.model, path, tolerance)
 
 
 def build_import_config(
