@@ -20,9 +20,9 @@ output=$(mktemp -d)
 touch "$output/first" "$output/second" # tail may start before the tests
 trap 'rm -rf "$output"' EXIT
 set -m # a process group for each: else bash would have them, and all that they start, ignore Ctrl-C
-"$python" -m pytest --share "$output" </dev/null >"$output/first" 2>&1 &
+"$python" -m pytest --share="$output" </dev/null >"$output/first" 2>&1 &
 one=$!
-"$python" -m pytest -o cache_dir=.pytest_cache/second --share "$output" </dev/null >"$output/second" 2>&1 &
+"$python" -m pytest -o cache_dir=.pytest_cache/second --share="$output" </dev/null >"$output/second" 2>&1 &
 two=$!
 trap 'kill -INT -- "-$one" "-$two" 2>/dev/null || true' INT TERM
 tail -n +1 -f --pid="$one" "$output/first" &
