@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,3 +79,10 @@ def run_share(session: pytest.Session) -> bool | None:
             raise session.Interrupted(session.shouldstop)
         item = following
     return True
+
+
+def slow_but(usual: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
+    """Parameters of which only the usual ones run without `-m slow`. Raises AssertionError if one is not a case."""
+    usual, cases = list(usual), list(cases)
+    assert all(case in cases for case in usual)
+    return [case if case in usual else pytest.param(case, marks=pytest.mark.slow) for case in cases]
