@@ -142,7 +142,7 @@ def results_of(plants: Sequence[Plant]) -> Iterator[Result]:
 INTRODUCTION = """# Planted bugs
 
 Written by `python tests/support/planted.py --output docs/records/planted_bugs.md`.
-`python -m pytest -m slow tests/test_planted.py` runs the same.
+`python -m pytest -m '' tests/test_planted.py` runs the same.
 
 Each bug is put alone into a copy of the project, as a replacement of a few words, and the tests that should catch it
 are run, also those of them that are marked slow: all pass without it, and one must fail with it.

@@ -20,7 +20,7 @@ def add_options(parser: pytest.Parser) -> None:
     )  # fmt: skip
     group.addoption(
         "--some-slow", metavar="SEED",
-        help=f"with -m '': of the slow tests only one in {ONE_OF}, chosen by their names and SEED",
+        help=f"with -m '': of the slow tests only one in {ONE_OF}, by their names and SEED; none that asks the index",
     )  # fmt: skip
 
 
@@ -32,7 +32,12 @@ def leave_slow_ones(config: pytest.Config, items: list[pytest.Item]) -> None:
     seed = config.getoption("some_slow")
     if seed is None:
         return
-    left = [i for i in items if i.get_closest_marker("slow") and not is_chosen(i.nodeid, seed)]
+    left = [
+        item
+        for item in items
+        if item.get_closest_marker("slow")
+        and (item.get_closest_marker("index") or not is_chosen(item.nodeid, seed))
+    ]
     config.hook.pytest_deselected(items=left)
     items[:] = [item for item in items if item not in set(left)]
 
