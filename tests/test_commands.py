@@ -2,8 +2,8 @@
 
 Commands that take seconds run in the usual tests, on some of their pages, others in tests marked slow, page by page and
 in their order, in a copy of the project with small inputs. `SMALLER` replaces numbers that need a long run, and a
-launcher of many processes, and changes nothing else. The tutorial's Python runs too. Each command is at least read by its
-parser.
+launcher of many processes, and changes nothing else. The tutorial's Python runs too. Each command is at least read by
+its parser.
 """
 
 from __future__ import annotations
