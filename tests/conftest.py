@@ -11,7 +11,7 @@ from typing import Any
 
 import hypothesis
 import pytest
-from support import cpu_features, gpus, package_index, remedies
+from support import cpu_features, gpus, package_index, remedies, selection
 from support.project import small_corpus, small_run
 
 import data_utils.common.entry  # noqa: F401
@@ -57,7 +57,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("cpu", cpu_features.DIFFERENT, indirect=True)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    selection.add_options(parser)
+
+
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    return selection.run_share(session)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    selection.leave_slow_ones(config, items)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and gpus.count() == 0:
         for item in marked:

@@ -51,7 +51,7 @@ def small_shapes(monkeypatch):
     monkeypatch.setattr(train_step, "VOCAB_SIZE", 30524)
 
 
-@pytest.mark.parametrize("depth", [[], ["--layers", "2"]])
+@pytest.mark.parametrize("depth", [pytest.param([], marks=pytest.mark.slow), ["--layers", "2"]])
 def test_train_step_reports_every_variant(small_shapes, tmp_path, capsys, depth):
     file = tmp_path / "rows.json"
     arguments = [
@@ -199,6 +199,7 @@ def test_the_runs_of_loss_curves_are_accepted(tmp_path, name):
     assert config.training.steps == loss_curves.STEPS and not config.data.validation
 
 
+@pytest.mark.slow
 def test_parallel_counts_the_bytes_that_follow_from_the_shapes(small_shapes, tmp_path, capsys):
     file = tmp_path / "rows.json"
     layouts = ["1x1x1", "1x1x2", "1x1x2+zero2", "2x1x1", "1x2x1+full"]
@@ -319,7 +320,8 @@ def test_memory_of_attention_grows_linearly():
     assert ours_longer - ours < 45 and dense_longer - dense > 80
 
 
-@pytest.mark.parametrize("deepspeed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("deepspeed", [False, True])
+@pytest.mark.slow
 def test_checkpoint_times_every_way_and_all_bring_the_state_back(tmp_path, deepspeed):
     file = tmp_path / "measured.json"
     options = [] if deepspeed else ["--without-deepspeed"]

@@ -1,8 +1,9 @@
 """The commands of the pages: each runs as it stands, or `TABLE` has the reason why it does not.
 
-Commands that take seconds run in the usual tests, others in tests marked slow, page by page and in their order, in a
-copy of the project with small inputs. `SMALLER` replaces numbers that need a long run, and a launcher of many
-processes, and changes nothing else. The tutorial's Python runs too. Each command is at least read by its parser.
+Commands that take seconds run in the usual tests, on some of their pages, others in tests marked slow, page by page and
+in their order, in a copy of the project with small inputs. `SMALLER` replaces numbers that need a long run, and a
+launcher of many processes, and changes nothing else. The tutorial's Python runs too. Each command is at least read by
+its parser.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from support.distributed import run_ranks
 from support.project import PAGES, ROOT, copied_project, small_run
 from support.published_files import write_released
 from support.report_runs import fit_and_fill, interrupted
+from support.selection import slow_but
 from support.tokenizer_files import byte_bpe_json
 
 from data_utils.common.settings import merge
@@ -480,7 +482,15 @@ def pages_with(where: str) -> list[Path]:
     return [page for page in PAGES if any(row_of(page, line).where == where for line in commands(page))]
 
 
-@pytest.mark.parametrize("page", pages_with(HERE), ids=lambda page: page.stem)
+# Other pages have these commands with other options, or commands that have tests of their own.
+QUICK = ("README", "checkpoints", "cleaning", "data_format", "objectives", "own_objective", "watching")
+
+
+@pytest.mark.parametrize(
+    "page",
+    slow_but([page for page in pages_with(HERE) if page.stem in QUICK], pages_with(HERE)),
+    ids=lambda page: page.stem,
+)
 def test_quick_commands_run_as_they_are_written(page, scratch):
     run_page(page, {HERE}, scratch)
 

@@ -52,18 +52,10 @@ def fetch_file(url: str, target: Path, recorded: Mapping[str, Any], bar: tqdm) -
             is_begun = os.fstat(descriptor).st_size == source.size
             os.ftruncate(descriptor, source.size)
 
-            def copy(start: int, stop: int, is_closed: threading.Event) -> None:
-                if not (is_begun and _is_there(descriptor, recorded, start, stop)):
-                    _fetch(
-                        source,
-                        recorded,
-                        start,
-                        stop,
-                        is_closed,
-                        lambda data, at: _write(descriptor, data, at),
-                    )
+            def is_there(start: int, stop: int) -> bool:
+                return is_begun and _is_there(descriptor, recorded, start, stop)
 
-            _at_all_blocks(recorded, copy, bar)
+            _read_blocks(source, recorded, bar, lambda data, at: _write(descriptor, data, at), is_there)
             sync_descriptor(descriptor)
         os.replace(partial, target)
     except OSError:
@@ -90,18 +82,7 @@ def verify_stored(prefix: str) -> dict[str, Any]:
     total = sum(entry["bytes"] for _, entry in files)
     with progress_bar(total=total, unit="B", unit_scale=True, desc=f"verify {prefix}") as bar:
         for suffix, recorded in files:
-            source = _source(f"{prefix}{suffix}", recorded)
-
-            def check(
-                start: int,
-                stop: int,
-                is_closed: threading.Event,
-                source: StoredObject = source,
-                recorded: Mapping[str, Any] = recorded,
-            ) -> None:
-                _fetch(source, recorded, start, stop, is_closed, lambda data, at: None)
-
-            _at_all_blocks(recorded, check, bar)
+            _read_blocks(_source(f"{prefix}{suffix}", recorded), recorded, bar)
     return manifest
 
 
@@ -151,47 +132,44 @@ def _source(url: str, recorded: Mapping[str, Any]) -> StoredObject:
     return source
 
 
-def _at_all_blocks(
-    recorded: Mapping[str, Any], work: Callable[[int, int, threading.Event], None], bar: tqdm
+def _read_blocks(
+    source: StoredObject,
+    recorded: Mapping[str, Any],
+    bar: tqdm,
+    write: Callable[[bytes, int], None] = lambda data, at: None,
+    is_there: Callable[[int, int], bool] = lambda start, stop: False,
 ) -> None:
-    """Call `work(start, stop, is_closed)` for all ranges of whole blocks of a file, several at a time."""
+    """Read ranges of whole blocks of an object, several at a time, and hand them to `write(data, position)`.
+
+    Args: is_there: whether the blocks of [start, stop) are not needed. Raises: DataError for blocks that stay wrong.
+    """
     size, block = recorded["bytes"], recorded["block_bytes"]
     step = max(RANGE_BYTES // block, 1) * block
     is_closed = threading.Event()
+
+    def fetch(start: int) -> int:
+        stop = min(start + step, size)
+        damage = None
+        for _ in range(0 if is_there(start, stop) else _TRIES):
+            sums = FileChecksums(block)
+            for at in range(start, stop, RANGE_BYTES):
+                data = source.read(at, min(at + RANGE_BYTES, stop), is_closed)
+                sums.update(data)
+                write(data, at)
+            damage = first_difference(recorded, start // block, sums)
+            if damage is None:
+                break
+        if damage is not None:
+            raise DataError(f"{source} {damage_at(damage)}; push the dataset again.")
+        return stop - start
+
     pool = ThreadPoolExecutor(_THREADS)
     try:
-        starts = range(0, size, step)
-        stops = [min(start + step, size) for start in starts]
-        for start, stop, _ in zip(
-            starts, stops, pool.map(work, starts, stops, [is_closed] * len(starts)), strict=True
-        ):
-            bar.update(stop - start)
+        for count in pool.map(fetch, range(0, size, step)):
+            bar.update(count)
     finally:
         is_closed.set()  # a thread that waits for another attempt would delay the end
         pool.shutdown(cancel_futures=True)
-
-
-def _fetch(
-    source: StoredObject,
-    recorded: Mapping[str, Any],
-    start: int,
-    stop: int,
-    is_closed: threading.Event,
-    write: Callable[[bytes, int], None],
-) -> None:
-    """Read blocks of an object and hand them to `write(data, position)`. Raises DataError if they stay wrong."""
-    damage = None
-    for _ in range(_TRIES):
-        sums = FileChecksums(recorded["block_bytes"])
-        for at in range(start, stop, RANGE_BYTES):
-            data = source.read(at, min(at + RANGE_BYTES, stop), is_closed)
-            sums.update(data)
-            write(data, at)
-        damage = first_difference(recorded, start // recorded["block_bytes"], sums)
-        if damage is None:
-            return
-    assert damage is not None
-    raise DataError(f"{source} {damage_at(damage)}; push the dataset again.")
 
 
 def _is_there(descriptor: int, recorded: Mapping[str, Any], start: int, stop: int) -> bool:

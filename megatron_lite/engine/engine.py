@@ -30,7 +30,7 @@ from megatron_lite.engine import nvidia_apex
 from megatron_lite.engine.deepspeed_engines import deepspeed_engine, quiet_deepspeed
 from megatron_lite.engine.parameter_groups import decays, make_adamw, parameter_groups, weight_decay
 from megatron_lite.engine.zero3 import Zero3
-from megatron_lite.model.attention_choice import dense_reason
+from megatron_lite.model.attention_backends.plan import dense_reason
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.block import Block
 from megatron_lite.model.cuda_graphs import BlockGraphs

@@ -21,9 +21,9 @@ from megatron_lite.estimate.batches import random_batches
 from megatron_lite.model.attention_backends.blocks import BlockPlan
 from megatron_lite.model.attention_backends.dense import DensePlan
 from megatron_lite.model.attention_backends.layout import Layout
+from megatron_lite.model.attention_backends.plan import plan_stack
 from megatron_lite.model.attention_backends.varlen import VarlenPlan
 from megatron_lite.model.attention_backends.window import LayeredPlan
-from megatron_lite.model.attention_choice import attention_kernel, plan_stack
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.lengths import few_lengths
 from megatron_lite.model.loss_positions import find_loss_positions
@@ -130,9 +130,8 @@ def _mean_launch(launches: list[AttentionLaunch], count: int) -> AttentionLaunch
 def _sum_batch(config: Config, batch: Batch) -> AverageSequence:
     """Sums over a batch."""
     model, layout = config.model, batch.layout
-    kernel = attention_kernel(model, _CUDA)
     stack, *others = [
-        _stack(plan_stack(part, _CUDA, model, kernel), part, batch, model)
+        _stack(plan_stack(part, _CUDA, model), part, batch, model)
         for part in (layout.encoder_and_decoder if model.decoder_layers else [layout])
     ]
     weights, objectives = batch.weights.reshape(-1), batch.fields[:, OBJECTIVE].reshape(-1)

@@ -229,13 +229,14 @@ def import_adapter(source: Path, base: Path, output: Path, tree: Mapping[str, An
         weights = Weights(run.checkpoint.shapes, weight_reader(run.checkpoint))
         names = class_names(run, weights)
         given = _our_tensors(source, adapter, names)
-        config = _config(run, output, settings, given, tree)
+        config = _config(run, settings, given, tree)
         expected = parameter_shapes(config.model)
         new = {name: shape for name, shape in expected.items() if LORA in name or name in given.shapes}
         _require_all_layers(given, new, source)
         check_shapes(given, new, source, "LoRA adapter")
         write_imported_run(
             directory,
+            output,
             Weights(expected, lambda name: (given if name in new else weights).read(name)),
             config,
         )
@@ -347,9 +348,7 @@ def _our_tensors(source: Path, adapter: Weights, names: ClassNames) -> Weights:
     return Weights({ours: adapter.shapes[key] for ours, (key, _) in keys.items()}, read)
 
 
-def _config(
-    run: OpenRun, output: Path, settings: LoraConfig, given: Weights, tree: Mapping[str, Any]
-) -> Config:
+def _config(run: OpenRun, settings: LoraConfig, given: Weights, tree: Mapping[str, Any]) -> Config:
     """The configuration of the new run. Args: settings: without targets. Raises: ConfigError."""
     targets = set()
     for name in given.shapes:
@@ -363,13 +362,10 @@ def _config(
         "ema": {"decay": None, "use": False},
         # Of the base, which was trained since: `_origin` would name its first weights as those under the updates.
         "checkpoint": {"initialize_from": None, "initialize": "weights"},
-        "run": {"directory": str(output)},
     }
     if run.config.task is not None:
         changes["finetune"] = {"trained": "lora"}
-    config = build(Config, merge(merge(to_tree(run.config), changes), tree))
-    assert config.tokenizer is not None
-    return replace(config, tokenizer=config.tokenizer.absolute())
+    return cast(Config, build(Config, merge(merge(to_tree(run.config), changes), tree)))
 
 
 def _copy_files(base: Checkpoint, directory: Path) -> None:

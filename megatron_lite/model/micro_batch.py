@@ -22,7 +22,7 @@ from data_utils.common.seeds import derive_seed
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention_backends.cross_attention import constant_length, plan_encoder_decoder
 from megatron_lite.model.attention_backends.interface import EncoderDecoderPlan, HostPlan
-from megatron_lite.model.attention_choice import attention_kernel, plan_stack
+from megatron_lite.model.attention_backends.plan import kernel_of, plan_stack
 from megatron_lite.model.batch import Batch, MakeInputs
 from megatron_lite.model.kernels.dropout import Dropout, salts, token_keys
 from megatron_lite.model.loss_positions import LossPositions, find_loss_positions
@@ -207,10 +207,9 @@ def _plan_attention(
 ) -> tuple[HostPlan | EncoderDecoderPlan, int]:
     """The attention plan, and the number of encoder tokens, which precede the decoder's; 0 without a decoder."""
     slots = batch.fields[:, TOKENS].size  # tokens of the batch, padding included
-    if kernel == "auto":
-        kernel = attention_kernel(config, device)
     if config.decoder_layers or decoder_config is not None:
         length = constant_length(slots, multiple) if has_one_length else None
+        kernel = kernel_of(config, device) if kernel == "auto" else kernel
         plan = plan_encoder_decoder(
             batch.layout, device, kernel, multiple, length, has_cross=decoder_config is None
         )

@@ -99,7 +99,7 @@ def die_at(operation, scenario, base, journal, options):
 
 
 @pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("scenario", [first, with_retention, again])
+@pytest.mark.parametrize("scenario", [first, pytest.param(with_retention, marks=pytest.mark.slow), again])
 def test_a_kill_or_crash_at_every_operation(tmp_path, monkeypatch, scenario, asynchronous):
     """For every n: die during the n-th operation, then keep, drop or partly drop what was not synchronised."""
     monkeypatch.setattr(tensor_files, "BLOCK_BYTES", 40_000)  # several writes

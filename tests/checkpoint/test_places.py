@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from support.commands import assert_refused, forked
+from support.selection import slow_but
 from support.stub_engine import StubEngine
 
 from data_utils.common.errors import CheckpointError
@@ -127,7 +128,13 @@ OF_RUNS = [
 ]
 
 
-@pytest.mark.parametrize("command", [*OF_MODELS, *TAKE_EXPORTS, *OF_RUNS], ids=lambda command: command[0])
+@pytest.mark.parametrize(
+    "command",
+    slow_but(
+        [OF_MODELS[0], OF_MODELS[-1], TAKE_EXPORTS[0], OF_RUNS[0]], [*OF_MODELS, *TAKE_EXPORTS, *OF_RUNS]
+    ),
+    ids=lambda command: command[0],
+)
 def test_a_command_says_what_a_path_is_that_it_does_not_take(places, command):
     wrong = {
         "runs": "holds runs; give one: runs/base",

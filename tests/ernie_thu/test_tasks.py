@@ -72,6 +72,7 @@ def short(tmp_path, name, *overrides, **parallel):
     [{"tensor_parallel_size": 2}, pytest.param({"zero_stage": 3}, marks=pytest.mark.slow)],
     ids=str,
 )
+@pytest.mark.slow
 def test_layouts_equal_one_process(tmp_path, parallel):
     """fp32: only the order of sums differs."""
     expected = weights_of(short(tmp_path, "one"))
@@ -79,6 +80,7 @@ def test_layouts_equal_one_process(tmp_path, parallel):
         torch.testing.assert_close(weight, expected[name], rtol=1e-4, atol=2e-5, msg=name)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_unbroken_one(tmp_path):
     unbroken = short(tmp_path, "unbroken")
     short(tmp_path, "resumed", "training.stop_after_step=4")

@@ -32,7 +32,7 @@ def pretrained(directory, **changes):
     return write_run(directory, tokenizer=tokenizer, run={"tensorboard": False}, **changes)
 
 
-@pytest.fixture(scope="module", params=["pooler", "cls"])
+@pytest.fixture(scope="module", params=["pooler", pytest.param("cls", marks=pytest.mark.slow)])
 def run(request, tmp_path_factory):
     """A run of OPTIMUS with random weights, and a task."""
     root = tmp_path_factory.mktemp(request.param)

@@ -89,13 +89,14 @@ LAYOUTS = [
 ]
 
 
-def test_layouts_and_a_resumed_run_equal_one_process(tmp_path):
+@pytest.mark.parametrize("layouts", [LAYOUTS[3:], pytest.param(LAYOUTS[:3], marks=pytest.mark.slow)])
+def test_layouts_and_a_resumed_run_equal_one_process(tmp_path, layouts):
     """Three epochs of 64 samples with dropout. fp32: only the order of sums differs."""
     files = write_task(tmp_path / "task", **CLOZE)
     common = ["finetune.epochs=3", "model.output_dropout=0.1", "batch.micro_batch_size=4"]
     learn(files, tmp_path / "one", *common)
     expected = last_weights(tmp_path / "one/seed_1234/checkpoints")
-    for number, (world, parallel) in enumerate(LAYOUTS):
+    for number, (world, parallel) in enumerate(layouts):
         output = tmp_path / str(number)
         learn(files, output, *common, world=world, **parallel)
         assert scores(output) == scores(tmp_path / "one"), parallel
@@ -122,7 +123,7 @@ def test_layouts_and_a_resumed_run_equal_one_process(tmp_path):
         assert torch.equal(weight, whole[name]), name
 
 
-@pytest.mark.parametrize("ended", [8, 12])
+@pytest.mark.parametrize("ended", [pytest.param(8, marks=pytest.mark.slow), 12])
 def test_an_evaluation_that_was_lost_is_made_up_for(tmp_path, ended):
     """The run was ended between a save and its evaluation; `ended` 12 is the last step."""
     files = write_task(tmp_path / "task")
@@ -145,7 +146,7 @@ def rewind(run, step):
     assert forked("scripts/checkpoints.py", "rewind", str(run), str(step)).returncode == 0
 
 
-@pytest.mark.parametrize("is_done", [False, True])
+@pytest.mark.parametrize("is_done", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_best_checkpoint_is_of_the_branch_that_goes_on(tmp_path, is_done):
     """A run learns and is rewound to where it knew nothing; the next start learns nothing. Its results must say so."""
     files, output = write_task(tmp_path / "task"), tmp_path / "out"

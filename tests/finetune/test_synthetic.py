@@ -99,7 +99,12 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in LONG)])
+FURTHER = ("votes as classes", "choices", *LONG)
+
+
+@pytest.mark.parametrize(
+    "case", ["tags", "last word", *(pytest.param(case, marks=pytest.mark.slow) for case in FURTHER)]
+)
 def test_a_kind_reaches_the_optimum(tmp_path, case):
     name, settings, task, metric = (CASES | LONG)[case]
     given = "".join(f",{key}={value}" for key, value in settings.items())
@@ -109,7 +114,10 @@ def test_a_kind_reaches_the_optimum(tmp_path, case):
     within(measured[metric] / whole, best / whole)
 
 
-@pytest.mark.parametrize("objective", ["blank_infilling", "causal", "prefix_lm"])
+@pytest.mark.parametrize(
+    "objective",
+    ["blank_infilling", *(pytest.param(name, marks=pytest.mark.slow) for name in ("causal", "prefix_lm"))],
+)
 def test_a_last_word_is_the_label_where_it_counts_as_right(tmp_path, objective, monkeypatch, caplog):
     """Of two keys one is learnt soon, so that some words are right and some wrong. Left to right none is written."""
     task = {"kind": "lambada", "objective": objective, "train": 320, "epochs": 3}

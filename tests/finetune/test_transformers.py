@@ -181,9 +181,8 @@ def first_run(context, config, directory, overrides):
     "case",
     [
         "bert",
-        "deberta-v2",
         "t5",
-        *(pytest.param(case, marks=pytest.mark.slow) for case in ("modernbert", "electra")),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in ("deberta-v2", "modernbert", "electra")),
     ],
 )
 def test_published_systems_are_tuned_as_their_own_classes(tmp_path, case):

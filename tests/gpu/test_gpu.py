@@ -73,6 +73,7 @@ def test_training_matches_plain_torch_on_the_cpu(visible_gpus, layout):
     assert gpu_checks.beyond(gpu_checks.outcomes_of(cases), gpu_checks.TOLERANCES) == []
 
 
+@pytest.mark.slow
 def test_the_check_of_training_works():
     outcomes = gpu_checks.outcomes_of([GpuCase(zero_stage=3)])
     assert len(outcomes) == 1

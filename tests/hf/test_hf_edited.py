@@ -61,7 +61,7 @@ def check_edits(directory, chosen):
     read(directory)
 
 
-@pytest.mark.parametrize("directory", [*SYSTEMS, *GLM], indirect=True)
+@pytest.mark.parametrize("directory", ["bert", "glm4", "t5", "own layout"], indirect=True)
 def test_edits_of_a_config_are_refused_or_read(directory):
     check_edits(directory, lambda number: number % 5 == 0)
 

@@ -276,6 +276,7 @@ print(total, peak() - footprint)
 """
 
 
+@pytest.mark.slow
 def test_memory_stays_below_one_and_a_half_shards(vocabulary, tmp_path):
     """Export and import of a model three times the bound, beyond what a tiny model needs."""
     shard = 16_000_000

@@ -126,6 +126,7 @@ def printed(run, monkeypatch, capsys):
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
+@pytest.mark.slow
 def test_the_export_works_without_this_project(run, printed, tmp_path):
     found = use_export(sys.executable, run, tmp_path / "elsewhere", OURS)
     assert_same_as_training(found, run, printed)

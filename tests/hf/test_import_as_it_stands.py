@@ -189,7 +189,14 @@ def test_the_commands_of_an_imported_task_head_run(tmp_path):
 BEGIN, END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 
 
-@pytest.mark.parametrize(("system", "begins"), [("llama", True), ("llama", False), ("qwen2", True)])
+@pytest.mark.parametrize(
+    ("system", "begins"),
+    [
+        ("llama", True),
+        pytest.param("llama", False, marks=pytest.mark.slow),
+        pytest.param("qwen2", True, marks=pytest.mark.slow),
+    ],
+)
 def test_special_tokens_of_unusual_names_are_those_of_the_class(system, begins, tmp_path):
     """As in DeepSeek's Llamas and Qwens; a beginning that the class does not put before a text is none."""
     source, run = tmp_path / "released", tmp_path / "run"

@@ -15,10 +15,8 @@ from data_utils.common.errors import CheckpointError
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.files import proof
 from megatron_lite.hf.glm import export as glm_export
-from megatron_lite.hf.glm import importing as glm_importing
 from megatron_lite.hf.glm.modeling_glm import GLMModel
 from megatron_lite.hf.importing import import_directory
-from megatron_lite.hf.published import runs as published_runs
 from megatron_lite.hf.published.proof import ask
 from megatron_lite.inference.open_run import load_model, open_run
 from megatron_lite.models.optimus import huggingface as optimus
@@ -66,8 +64,7 @@ def peak(monkeypatch):
 
         return loaded
 
-    for module in (proof, glm_importing, published_runs):
-        monkeypatch.setattr(module, "load_model", counted(module.load_model))
+    monkeypatch.setattr(proof, "load_model", counted(proof.load_model))
     monkeypatch.setattr(optimus, "latent_run", counted(optimus.latent_run))
     load = PreTrainedModel.from_pretrained.__func__
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(counted(load)))

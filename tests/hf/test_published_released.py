@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from support.published import random_model
 from support.published_files import OBJECTIVE, TREE, edit, tensors_once, write_tokenizer
 from support.released_facts import RELEASED, write_released
+from support.selection import slow_but
 
 from data_utils.common.errors import CheckpointError, ConfigError
 from megatron_lite.hf.export import ExportOptions, export_run
@@ -34,7 +35,7 @@ def tree_of(case):
     return TREE | (WITHOUT_LABELS | {k: v for k, v in OBJECTIVE.items() if k not in WITHOUT_LABELS})[key]
 
 
-@pytest.mark.parametrize("name", list(RELEASED))
+@pytest.mark.parametrize("name", slow_but([*RELEASED][::4], RELEASED))
 def test_a_released_directory_comes_in_and_names_what_it_leaves_out(tmp_path, caplog, name):
     """The proof compares with the class; today's tensors are bit-equal in an export."""
     found = RELEASED[name]
@@ -100,7 +101,7 @@ BODIES = {  # the class without a head -> the case, and a parameter that is new 
 }
 
 
-@pytest.mark.parametrize("class_name", list(BODIES))
+@pytest.mark.parametrize("class_name", slow_but([*BODIES][::3], BODIES))
 def test_a_base_model_comes_in_with_new_heads(tmp_path, caplog, class_name):
     """Its hidden states are proved, each tensor that it shares with the class of the run goes back bit-equal."""
     case, new = BODIES[class_name]

@@ -17,6 +17,7 @@ from support.published_files import (
     edit,
     write_directory,
 )
+from support.selection import slow_but
 
 from data_utils.common.errors import CheckpointError, ConfigError
 from data_utils.common.setting_files import load_yaml
@@ -39,7 +40,10 @@ from megatron_lite.inference.open_run import open_run
 SENTENCE = "The quick brown fox jumps over the lazy dog."
 
 
-@pytest.fixture(scope="module", params=list(OBJECTIVE))
+USUAL = ("bert", "gpt2", "glm4", "t5", "xlnet", "modernbert", "qwen3")
+
+
+@pytest.fixture(scope="module", params=slow_but(USUAL, OBJECTIVE))
 def imported(request, tmp_path_factory):
     """The case, the original directory, and the run made from it."""
     root = tmp_path_factory.mktemp("published")

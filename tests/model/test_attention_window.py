@@ -32,11 +32,11 @@ from megatron_lite.model.attention_backends import window as windows
 from megatron_lite.model.attention_backends.blocks import BlockPlan, block_lists
 from megatron_lite.model.attention_backends.cpu_plan import CpuPlan
 from megatron_lite.model.attention_backends.layout import MASKED, make_document_groups, make_layout
+from megatron_lite.model.attention_backends.plan import plan_layers
 from megatron_lite.model.attention_backends.varlen import VarlenPlan
 from megatron_lite.model.attention_backends.window import (
     LayeredPlan,
     count_window_keys,
-    plan_layers,
     window_groups,
 )
 from megatron_lite.model.batch import Batch

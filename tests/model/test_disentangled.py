@@ -10,7 +10,7 @@ from data_utils.common.batch_fields import DOC, TOKENS
 from data_utils.common.errors import ConfigError
 from data_utils.common.settings import build
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.attention_choice import attention_kernel, dense_reason
+from megatron_lite.model.attention_backends.plan import dense_reason, kernel_of
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.disentangled import distance_buckets
 from megatron_lite.model.flops import step_flops
@@ -84,10 +84,10 @@ def test_flops_count_the_buckets_that_a_token_needs():
 
 def test_cuda_reads_tables_and_says_where_it_computes_all_pairs():
     config, device = small_model().config, torch.device("cuda")
-    assert attention_kernel(config, device) == "tables" and dense_reason(config, device) is None
+    assert kernel_of(config, device) == "tables" and dense_reason(config, device) is None
     fused.choose_kernels("torch")
     try:
-        assert attention_kernel(config, device) == "dense"
+        assert kernel_of(config, device) == "dense"
         assert "model.relative is disentangled" in dense_reason(config, device)
     finally:
         fused.choose_kernels("fused")

@@ -49,6 +49,7 @@ def train(project: Path, settings: dict, value: bool) -> tuple[int, list[float]]
     return int(re.search(r"([\d,]+) parameters", printed)[1].replace(",", "")), losses
 
 
+@pytest.mark.slow
 def test_the_option_of_the_page_works(project, settings):
     assert re.search(rf"model\.{OPTION} \(bool, default false\)\n +\S+", command(project, "--help", "model"))
     count, losses = train(project, settings, True)

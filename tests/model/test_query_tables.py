@@ -22,14 +22,13 @@ from megatron_lite.model.attention_backends import blocks, tables
 from megatron_lite.model.attention_backends.blocks import BlockPlan
 from megatron_lite.model.attention_backends.dense import DensePlan
 from megatron_lite.model.attention_backends.layout import make_layout
-from megatron_lite.model.attention_backends.plan import plan_attention
+from megatron_lite.model.attention_backends.plan import dense_reason, kernel_of, plan_attention
 from megatron_lite.model.attention_backends.tables import (
     MOST_SEGMENTS,
     segment_columns,
     segment_slots,
     vector_count,
 )
-from megatron_lite.model.attention_choice import attention_kernel, dense_reason
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.kernels import fused, rule_attention, triton_attention
@@ -212,10 +211,10 @@ def test_what_the_kernel_cannot_take_is_dense_and_said_once(caplog):
 
 def test_cuda_reads_tables_and_says_where_it_computes_all_pairs():
     config, device = config_of(), torch.device("cuda")
-    assert attention_kernel(config, device) == "query tables" and dense_reason(config, device) is None
+    assert kernel_of(config, device) == "query tables" and dense_reason(config, device) is None
     fused.choose_kernels("torch")
     try:
-        assert attention_kernel(config, device) == "dense"
+        assert kernel_of(config, device) == "dense"
         assert "model.relative is xlnet" in dense_reason(config, device)
     finally:
         fused.choose_kernels("fused")

@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from support.code_structure import product_files
 from support.project import ROOT
+from support.selection import slow_but
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
@@ -95,7 +96,7 @@ def test_every_file_is_installed(installation):
     assert {path.relative_to(shipped) for path in shipped.rglob("*.yaml")} == configs
 
 
-@pytest.mark.parametrize("command", PROJECT["scripts"])
+@pytest.mark.parametrize("command", slow_but(["glm-pretrain", "glm-try", "glm-dataset"], PROJECT["scripts"]))
 def test_commands_print_their_help(installation, command):
     done = run(installation, command, "--help")
     assert done.returncode == 0 and done.stdout.startswith(f"usage: {command} "), done.stderr

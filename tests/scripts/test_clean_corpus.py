@@ -419,7 +419,10 @@ def test_names_that_are_not_utf8_are_refused_at_once(raw):
     )
 
 
-@pytest.mark.parametrize(("soft", "hard", "tasks"), [(64, 5000, 90), (64, 300, 90), (64, 370, 90)])
+@pytest.mark.parametrize(
+    ("soft", "hard", "tasks"),
+    [pytest.param(64, 5000, 90, marks=pytest.mark.slow), (64, 300, 90), (64, 370, 90)],
+)
 def test_finding_duplicates_may_open_three_files_of_each_task(raw, soft, hard, tasks):
     """Text, duplicates and their counts: every task has a copy of a text of another one."""
     write(raw / "raw.jsonl", crawl(180) * 2)

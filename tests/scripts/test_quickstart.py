@@ -68,6 +68,7 @@ def test_environment_refuses_what_is_not_python() -> None:
     assert "not Python 3.11 or newer" in result.stderr
 
 
+@pytest.mark.slow
 def test_environment_is_made_once_per_requirements(tmp_path: Path) -> None:
     """With requirements that ask for nothing, so that pip needs no network."""
     for name in ("requirements.txt", "requirements-dev.txt"):

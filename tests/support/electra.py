@@ -80,10 +80,10 @@ class ElectraCase(OwnModelCase):
     batch = staticmethod(make_task_batch)
 
 
-CASES = [  # the first three in the default run
+CASES = [  # the first in the default run
+    ElectraCase(2, 1, 2, 2, accumulation=4, dropout=0.1, variant="detached"),
     ElectraCase(2, 1, 1, 2, accumulation=4, dropout=0.1, attention_dropout=0.1),
     ElectraCase(1, 1, 2, 3, recompute="full", dropout=0.1),
-    ElectraCase(2, 1, 2, 2, accumulation=4, dropout=0.1, variant="detached"),
     ElectraCase(1, 1, 2, 2, accumulation=4, dropout=0.1, attention_dropout=0.1),
     ElectraCase(2, 1, 2, 1, True, recompute="selective", dropout=0.1),
     ElectraCase(4, 1, 1, 3, attention_dropout=0.1),

@@ -454,20 +454,18 @@ LOSS_ROWS = [  # logits in parts; with dropout and biases, tied and untied words
 
 FEW = [  # of each list above, in the default run
     DROPOUT[2],
-    *LOSS_ROWS[2:4],
+    LOSS_ROWS[2],
     HALF[1],
     OFFLOAD[3],
     OPTIONS[0],
     POSITIONS[0],
     HEAD_NORMS[0],
     LOCAL[0],
-    *DISENTANGLED[:2],
-    *MODERN_GLM[:2],  # with rotary positions in halves
+    DISENTANGLED[0],
+    MODERN_GLM[1],  # with rotary positions in halves
     MUP[0],
     PARTS[3],
-    PARTS[6],
     PARTS[-3],
-    SHARED_BY_STAGES[1],
     SHARED_BY_STAGES[3],
-    *LORA[:3],
+    *LORA[:2],
 ]

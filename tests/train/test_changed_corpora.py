@@ -133,7 +133,13 @@ def test_a_run_continues_with_other_weights_only_if_told_so(corpus, tmp_path):
         assert change in (tmp_path / run / "metrics.jsonl").read_text()
 
 
-@pytest.mark.parametrize("phases", [[], [{"steps": 2}, {"batch": {"global_batch_size": 4}}]])
+@pytest.mark.parametrize(
+    "phases",
+    [
+        pytest.param([], marks=pytest.mark.slow),
+        [{"steps": 2}, {"batch": {"global_batch_size": 4}}],
+    ],
+)
 def test_a_capped_run_resumes_bit_for_bit_and_keeps_its_weights_when_it_is_longer(corpus, tmp_path, phases):
     """More steps would make other weights. The refusal says the present ones, and with these the run goes on."""
     train = [

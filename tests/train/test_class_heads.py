@@ -109,12 +109,13 @@ def trained(settings, directory, world=1, **parallel):
     return load_weights(read_checkpoint(list_checkpoints(directory / "checkpoints")[-1]))
 
 
-def test_layouts_and_a_restart_equal_one_process(settings, tmp_path):
+@pytest.mark.parametrize("layouts", [LAYOUTS[:1], pytest.param(LAYOUTS[1:], marks=pytest.mark.slow)])
+def test_layouts_and_a_restart_equal_one_process(settings, tmp_path, layouts):
     """fp32: only the order of sums differs. A restart is bit for bit."""
     whole = trained(settings, tmp_path / "one")
     seen = {name for step in records(tmp_path / "one").values() for name in step}
     assert seen >= {f"loss/{name}" for name in NAMES}
-    for number, (world, parallel) in enumerate(LAYOUTS):
+    for number, (world, parallel) in enumerate(layouts):
         for name, weight in trained(settings, tmp_path / str(number), world, **parallel).items():
             torch.testing.assert_close(weight, whole[name], rtol=1e-4, atol=2e-5, msg=f"{parallel}: {name}")
     trained(merge(settings, {"training": {"stop_after_step": 2}}), tmp_path / "cut")

@@ -1,4 +1,4 @@
-"""Random layouts, options and objectives equal one process (support/drawn_layouts.py): 5 draws always, 200 behind
+"""Random layouts, options and objectives equal one process (support/drawn_layouts.py): 2 draws always, 200 behind
 `-m slow`. `python tests/support/drawn_layouts.py --first NUMBER --count 1` repeats a failure."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ import pytest
 from support.drawn_layouts import DEGREES, draw, failures_of
 from support.parity import outcomes_of
 
-COUNT, ALWAYS = 200, 5
+COUNT, ALWAYS = 200, 2
 
 
 @pytest.mark.parametrize(

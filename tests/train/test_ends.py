@@ -37,7 +37,7 @@ def command(settings, tmp_path):
 @pytest.mark.parametrize(
     "precision, end",
     [  # loss scaling is fp16's alone: a refusal and a planned stop are the same in each
-        pytest.param(precision, end, marks=[pytest.mark.slow] * (precision != "fp16" and i < 3))
+        pytest.param(precision, end, marks=[pytest.mark.slow] * (precision != "fp16"))
         for precision in PRECISIONS
         for i, end in enumerate(ENDS)
     ],

@@ -169,7 +169,7 @@ def continue_and_compare(context, case, directory, record):
 @pytest.mark.parametrize(
     "before, after",
     [
-        (parity.Case(1, 1, 2, 2, offload=True), parity.Case(2, 2, 1)),
+        pytest.param(parity.Case(1, 1, 2, 2, offload=True), parity.Case(2, 2, 1), marks=pytest.mark.slow),
         pytest.param(parity.Case(2, 1, 1), parity.Case(1, 1, 2, 1, offload=True), marks=pytest.mark.slow),
         (parity.Case(1, 1, 2, 3, offload=True), parity.Case(2, 1, 2, 3, True, offload=True)),
     ],

@@ -123,6 +123,7 @@ def test_a_launcher_continues_with_a_stopped_run_which_then_fills_a_blank(settin
     assert len(json.loads(filled.stdout)["spans"]) == 1
 
 
+@pytest.mark.slow
 def test_a_world_that_does_not_fit_ends_with_one_message(settings, tmp_path):
     done = start(settings, tmp_path, processes=3)
     assert done.returncode != 0

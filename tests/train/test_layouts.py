@@ -64,8 +64,8 @@ def alone():
 @pytest.mark.parametrize(
     "ranks, parallel",
     [
-        (2, {"zero_stage": 3}),
-        (4, {"zero_stage": 2, "tensor_parallel_size": 2}),
+        pytest.param(2, {"zero_stage": 3}, marks=pytest.mark.slow),
+        pytest.param(4, {"zero_stage": 2, "tensor_parallel_size": 2}, marks=pytest.mark.slow),
         pytest.param(2, {"tensor_parallel_size": 2, "sequence_parallel": True}, marks=pytest.mark.slow),
         pytest.param(2, {"pipeline_parallel_size": 2}, marks=pytest.mark.slow),
         (4, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "sequence_parallel": True}),

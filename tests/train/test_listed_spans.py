@@ -56,6 +56,7 @@ def trained(settings, directory, **more):
     return load_weights(read_checkpoint(list_checkpoints(directory / "checkpoints")[-1]))
 
 
+@pytest.mark.slow
 def test_a_restart_equals_the_run_that_was_not_stopped(settings, tmp_path):
     whole = trained(settings, tmp_path / "one")
     seen = {name for step in records(tmp_path / "one").values() for name in step}

@@ -145,7 +145,7 @@ def test_changes_keep_their_size_at_every_width_with_mup_alone(steps):
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind == "muon" else kind for kind in ALL]
+    "kind", [kind if kind == "lamb" else pytest.param(kind, marks=pytest.mark.slow) for kind in ALL]
 )
 def test_the_rule_of_each_optimizer_keeps_the_changes(kind):
     found = run_ranks(slopes, 1, config_of(kind=kind), 3, True)[0]

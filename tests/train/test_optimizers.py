@@ -368,6 +368,7 @@ def test_a_layout_equals_one_process_and_continues_in_any(tmp_path):
     assert run(go_on, alone, tmp_path) == [[]]
 
 
+@pytest.mark.slow
 def test_with_mup_a_layout_equals_one_process(tmp_path):
     cases = [Case(2, 1, 2, 2, True, variant="muP", optimizer=kind) for kind in ALL]
     for failures, equal in run(train_and_go_on, cases, tmp_path):

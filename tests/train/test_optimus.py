@@ -72,7 +72,11 @@ def one(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize(
     ("ranks", "stage", "recompute"),
-    [(2, 1, "full"), pytest.param(2, 2, "none", marks=pytest.mark.slow), (2, 3, "none")],
+    [
+        pytest.param(2, 1, "full", marks=pytest.mark.slow),
+        pytest.param(2, 2, "none", marks=pytest.mark.slow),
+        (2, 3, "none"),
+    ],
 )
 def test_every_layout_trains_as_one_process(one, tmp_path, ranks, stage, recompute):
     directory = tmp_path / "run"

@@ -224,7 +224,7 @@ def wait_for_step(metrics, step, ranks):
     wait_until(lambda: not step or logged() or not all(rank.is_alive() for rank in ranks))
 
 
-TRIALS = [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 50))]
+TRIALS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 50))]
 
 
 @pytest.mark.parametrize("seed", TRIALS)

@@ -136,6 +136,7 @@ def interrupt_and_continue(cluster, settings, tmp_path, ranks_per_node, **variab
     assert (logs / "attempt-1.node-1.log").exists() and not (logs / "failures").exists()
 
 
+@pytest.mark.slow
 def test_a_two_node_job_trains_and_continues_after_a_signal(cluster, endless, tmp_path):
     interrupt_and_continue(cluster, endless, tmp_path, 1)
 

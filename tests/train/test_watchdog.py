@@ -300,6 +300,7 @@ def test_a_rank_that_ends_between_two_looks_is_not_dead(tmp_path, monkeypatch):
         [SimpleNamespace(rank=1, section=section, process_has_died=True)]
         for section in ("step", Section.EXIT)
     ]
+    monkeypatch.setattr(Watchdog, "_watch", lambda self: None)  # it would end this process after a minute
     dog = Watchdog({"setup": 60}, tmp_path, 0, 2, 0.5)
     monkeypatch.setattr(dog, "_heartbeats", lambda: looks.pop(0))
     assert dog.dead_ranks() == []

@@ -1,4 +1,4 @@
-"""Metrics of predictions, in NumPy and plain Python; BLEU and ROUGE are those of sacrebleu and rouge-score.
+"""Metrics of predictions. Those of PACKAGES are their packages', which are imported when one is measured.
 
     metric                            prediction        reference
     accuracy                          a label           a label: a name or a number, both of one type
@@ -21,8 +21,9 @@
     rouge1, rouge2, rougeL, rougeLsum a text            a text or a list of them; F with stems. With _char at the end:
                                                         of characters, for texts that are not in Latin letters
 
-BLEU goes up to 100, as published figures do; all others up to 1. Correlations and `matthews` are 0 where one side is
-constant. Where there are several references the best one counts. rougeLsum wants a sentence in each line.
+BLEU goes up to 100, as published figures do; all others up to 1. What a package leaves undefined is 0: F1 of a class
+that is neither predicted nor there, correlations and `matthews` where one side is constant. Where there are several
+references the best one counts. rougeLsum wants a sentence in each line.
 
 Source: the evaluation scripts of SQuAD 1.1 and 2.0, ReCoRD and CoNLL-2000 (conlleval); thunlp/ERNIE, its evaluation of
 typing and TACRED, for label sets and `micro_f1`; Gorodkin 2004 for `matthews` of several classes.
@@ -31,11 +32,13 @@ typing and TACRED, for label sets and `micro_f1`; Gorodkin 2004 for `matthews` o
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib.util
 import re
 import string
+import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,7 +53,14 @@ BLEU: dict[str, dict[str, Any]] = {
     "bleu_zh": {"tokenize": "zh"},
     "multi_bleu": {"tokenize": "none", "smooth_method": "none", "force": True},
 }
-
+_ROUGE_NAMES = tuple(name + suffix for name in ROUGE for suffix in ("", "_char"))
+# Metric -> its package, and the package's module.
+PACKAGES = {
+    **dict.fromkeys(("f1", "f1a", "macro_f1", "micro_f1", "matthews"), ("scikit-learn", "sklearn")),
+    **dict.fromkeys(("pearson", "spearman"), ("scipy", "scipy")),
+    **dict.fromkeys(BLEU, ("sacrebleu", "sacrebleu")),
+    **dict.fromkeys(_ROUGE_NAMES, ("rouge-score", "rouge_score")),
+}
 
 _PUNCTUATION = frozenset(string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -75,7 +85,7 @@ def measure(
         negative: micro_f1: the label that does not count.
     Raises:
         ConfigError for an unknown metric, or if its package is not installed.
-        DataError without samples, for unequal counts, and if `positive` is no label of this kind.
+        DataError without samples and for unequal counts.
     """
     names = list(names)
     require_metrics(names)
@@ -87,21 +97,19 @@ def measure(
         if types:
             scores = _rouge(types, predictions, references, is_char)
             rouge |= {name + "_char" * is_char: score for name, score in scores.items()}
-    measured = {}
-    for name in names:
-        if name in rouge:
-            measured[name] = rouge[name]
-        elif name in BLEU:
-            measured[name] = _bleu(predictions, references, BLEU[name])
-        elif name == "group_em":
-            measured[name] = group_exact(predictions, references, groups)
-        elif name in ("f1", "f1a"):
-            measured[name] = f1(predictions, references, positive)
-        elif name == "micro_f1":
-            measured[name] = micro_f1(predictions, references, negative)
-        else:
-            measured[name] = METRIC_FUNCTIONS[name](predictions, references)
-    return measured
+    options: dict[str, dict[str, Any]] = {
+        "f1": {"positive": positive},
+        "f1a": {"positive": positive},
+        "micro_f1": {"negative": negative},
+        "group_em": {"groups": groups},
+    }
+    with warnings.catch_warnings(action="ignore"):  # packages warn of what they leave undefined
+        return {
+            name: rouge[name]
+            if name in rouge
+            else METRIC_FUNCTIONS[name](predictions, references, **options.get(name, {}))
+            for name in names
+        }
 
 
 def require_metrics(names: Iterable[str]) -> None:
@@ -111,8 +119,8 @@ def require_metrics(names: Iterable[str]) -> None:
             close = difflib.get_close_matches(name, KNOWN, n=1)
             hint = f"the nearest is {close[0]}" if close else f"there are {', '.join(sorted(KNOWN))}"
             raise ConfigError(f"unknown metric {shorten(str(name))!r}; {hint}.")
-        package = "sacrebleu" if name in BLEU else "rouge-score" if name.startswith("rouge") else None
-        if package and importlib.util.find_spec(package.replace("-", "_")) is None:
+        package, module = PACKAGES.get(name, ("", ""))
+        if package and importlib.util.find_spec(module) is None:
             raise ConfigError(
                 f"metric {name} needs the package {package}, which is not installed; pip install {package}, or choose "
                 "other metrics."
@@ -133,35 +141,25 @@ def accuracy(predictions: Sequence[Any], references: Sequence[Any]) -> float:
 
 
 def f1(predictions: Sequence[Any], references: Sequence[Any], positive: Any = "1") -> float:
-    """2 tp / (predicted + there) of one class; 0 where it is neither predicted nor there."""
-    labels = {*predictions, *references}
-    if positive not in labels and any(
-        isinstance(label, str) != isinstance(positive, str) for label in labels
-    ):
-        examples = ", ".join(sorted(map(repr, labels))[:4])
-        raise DataError(
-            f"the positive class of f1 is {positive!r}, but the labels are {examples}; set task.positive to one of "
-            "them."
-        )
-    return _class_f1(positive, predictions, references)
-
-
-def _class_f1(label: Any, predictions: Sequence[Any], references: Sequence[Any]) -> float:
-    right = sum(p == r == label for p, r in zip(predictions, references, strict=True))
-    total = sum(p == label for p in predictions) + sum(r == label for r in references)
-    return 2 * right / total if total else 0.0
+    """F1 of one class."""
+    return _f1(predictions, references, labels=[positive], average="micro")
 
 
 def macro_f1(predictions: Sequence[Any], references: Sequence[Any]) -> float:
     """Mean F1 of the classes that are predicted or there. A class that is neither does not count."""
-    return _mean(_class_f1(label, predictions, references) for label in {*predictions, *references})
+    return _f1(predictions, references, average="macro")
 
 
 def micro_f1(predictions: Sequence[Any], references: Sequence[Any], negative: Any) -> float:
-    """2 right / (predicted + there) of all labels but one; 0 where there are no others."""
-    right = sum(p == r != negative for p, r in zip(predictions, references, strict=True))
-    total = sum(label != negative for labels in (predictions, references) for label in labels)
-    return 2 * right / total if total else 0.0
+    """F1 of all labels together but one."""
+    labels = sorted({*predictions, *references} - {negative})
+    return _f1(predictions, references, labels=labels, average="micro") if labels else 0.0
+
+
+def _f1(predictions: Sequence[Any], references: Sequence[Any], **options: Any) -> float:
+    from sklearn.metrics import f1_score
+
+    return float(f1_score(references, predictions, zero_division=0.0, **options))
 
 
 def strict_accuracy(predictions: Sequence[Any], references: Sequence[Any]) -> float:
@@ -185,44 +183,33 @@ def loose_micro_f1(predictions: Sequence[Any], references: Sequence[Any]) -> flo
 
 
 def matthews(predictions: Sequence[Any], references: Sequence[Any]) -> float:
-    """Correlation of predicted and true classes, one indicator for each class."""
-    numbers = {label: number for number, label in enumerate({*predictions, *references})}
-    indicators = np.eye(len(numbers))
-    predicted = indicators[[numbers[label] for label in predictions]]
-    true = indicators[[numbers[label] for label in references]]
-    return _correlation(predicted, true)
+    from sklearn.metrics import matthews_corrcoef
+
+    return float(matthews_corrcoef(references, predictions))
 
 
 def pearson(predictions: Sequence[float], references: Sequence[float]) -> float:
-    return _correlation(_finite(predictions)[:, None], _finite(references)[:, None])
+    from scipy import stats
+
+    return _correlation(stats.pearsonr, predictions, references)
 
 
 def spearman(predictions: Sequence[float], references: Sequence[float]) -> float:
     """Pearson's correlation of the ranks; equal values share their mean rank."""
-    return pearson(_ranks(_finite(predictions)).tolist(), _ranks(_finite(references)).tolist())
+    from scipy import stats
+
+    return _correlation(stats.spearmanr, predictions, references)
 
 
-def _finite(values: Sequence[float]) -> np.ndarray:
-    """The values as an array. Raises: DataError for NaN and infinity, which have no rank and no deviation."""
-    array = np.asarray(values, float)
-    if not np.isfinite(array).all():
-        index = int(np.flatnonzero(~np.isfinite(array))[0])
-        raise DataError(f"value {index} is {array[index]}; a correlation needs finite numbers.")
-    return array
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    _, indices, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts - 1) / 2)[indices]
-
-
-def _correlation(x: np.ndarray, y: np.ndarray) -> float:
-    """Covariance over deviations, summed over columns. Args: x, y: [samples, columns]."""
-    # A constant side is found exactly: its deviations from a rounded mean would be noise over noise.
-    if (x == x[0]).all() or (y == y[0]).all():
-        return 0.0
-    x, y = x - x.mean(0), y - y.mean(0)
-    return float((x * y).sum() / np.sqrt((x * x).sum() * (y * y).sum()))
+def _correlation(function: Callable[..., Any], *sides: Sequence[float]) -> float:
+    """Raises: DataError for NaN and infinity, which have no rank and no deviation."""
+    arrays = [np.asarray(side, float) for side in sides]
+    for array in arrays:
+        if not np.isfinite(array).all():
+            index = int(np.flatnonzero(~np.isfinite(array))[0])
+            raise DataError(f"value {index} is {array[index]}; a correlation needs finite numbers.")
+    # scipy warns of a constant side, and refuses a single sample.
+    return 0.0 if any((array == array[0]).all() for array in arrays) else float(function(*arrays).statistic)
 
 
 def group_exact(
@@ -263,25 +250,24 @@ def _answer_f1_v2(prediction: str, reference: str) -> float:
     return _answer_em(prediction, reference) if is_empty else _answer_f1(prediction, reference)
 
 
-def _v2(score: Callable[[str, str], float]) -> Callable[[Sequence[str], Sequence[Any]], float]:
-    """References that say nothing are left out; without any, the one right answer is none."""
-
-    def mean(predictions: Sequence[str], references: Sequence[Any]) -> float:
-        answers = [[text for text in _as_list(texts) if normal_answer(text)] or [""] for texts in references]
-        return _best_mean(score, predictions, answers)
-
-    return mean
-
-
 def _best_mean(
-    score: Callable[[str, str], float], predictions: Sequence[str], references: Sequence[Any]
+    score: Callable[[str, str], float],
+    predictions: Sequence[str],
+    references: Sequence[Any],
+    is_v2: bool = False,
 ) -> float:
-    """The mean over samples of the best score against a reference."""
+    """The mean over samples of the best score against a reference.
+
+    Args: is_v2: references that say nothing are left out; without any, the one right answer is none.
+    """
     best_scores = []
-    for number, (prediction, texts) in enumerate(zip(predictions, references, strict=True)):
-        if not _as_list(texts):
+    for number, (prediction, given) in enumerate(zip(predictions, references, strict=True)):
+        texts = _as_list(given)
+        if is_v2:
+            texts = [text for text in texts if normal_answer(text)] or [""]
+        if not texts:
             raise DataError(f"sample {number} has no reference; give one, or use the metrics of SQuAD 2.0.")
-        best_scores.append(max(score(prediction, text) for text in _as_list(texts)))
+        best_scores.append(max(score(prediction, text) for text in texts))
     return _mean(best_scores)
 
 
@@ -326,7 +312,7 @@ def tag_accuracy(predictions: Sequence[Sequence[str]], references: Sequence[Sequ
     return _mean(p == r for p, r in tags)
 
 
-def _bleu(predictions: Sequence[str], references: Sequence[Any], options: dict[str, Any]) -> float:
+def _bleu(predictions: Sequence[str], references: Sequence[Any], **options: Any) -> float:
     import sacrebleu
 
     lists = [_as_list(texts) for texts in references]
@@ -362,32 +348,26 @@ def _rouge(
     return {name: _mean(score[name].fmeasure for score in scores) for name in types}
 
 
-METRIC_FUNCTIONS: dict[str, Callable[[Sequence[Any], Sequence[Any]], float]] = {
+METRIC_FUNCTIONS: dict[str, Callable[..., float]] = {
     "accuracy": accuracy,
+    "f1": f1,
+    "f1a": f1,
     "macro_f1": macro_f1,
+    "micro_f1": micro_f1,
     "matthews": matthews,
+    "group_em": group_exact,
     "strict_accuracy": strict_accuracy,
     "loose_macro_f1": loose_macro_f1,
     "loose_micro_f1": loose_micro_f1,
     "pearson": pearson,
     "spearman": spearman,
     "exact_match": exact_match,
-    "answer_em": lambda p, r: _best_mean(_answer_em, p, r),
-    "answer_f1": lambda p, r: _best_mean(_answer_f1, p, r),
-    "answer_em_v2": _v2(_answer_em),
-    "answer_f1_v2": _v2(_answer_f1_v2),
+    "answer_em": functools.partial(_best_mean, _answer_em),
+    "answer_f1": functools.partial(_best_mean, _answer_f1),
+    "answer_em_v2": functools.partial(_best_mean, _answer_em, is_v2=True),
+    "answer_f1_v2": functools.partial(_best_mean, _answer_f1_v2, is_v2=True),
     "entity_f1": entity_f1,
     "tag_accuracy": tag_accuracy,
+    **{name: functools.partial(_bleu, **options) for name, options in BLEU.items()},
 }
-KNOWN: Collection[str] = frozenset(
-    [
-        *METRIC_FUNCTIONS,
-        *BLEU,
-        *ROUGE,
-        *(f"{name}_char" for name in ROUGE),
-        "f1",
-        "f1a",
-        "micro_f1",
-        "group_em",
-    ]
-)
+KNOWN = frozenset([*METRIC_FUNCTIONS, *_ROUGE_NAMES])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import torch
@@ -12,6 +12,7 @@ import yaml
 from data_utils.common.errors import CheckpointError
 from data_utils.common.progress import progress_bar
 from data_utils.common.settings import to_tree
+from data_utils.tokenizers.tokenizer import TokenizerConfig
 from megatron_lite.checkpoint.manifest import ADAM_STATE, checkpoint_name, manifest_header, write_manifest
 from megatron_lite.checkpoint.shard_slices import ShardSlice, matrix_shape
 from megatron_lite.checkpoint.tensor_files import write_tensors
@@ -20,16 +21,34 @@ from megatron_lite.config.tree import Config
 from megatron_lite.hf.files.weights import METADATA, Weights
 
 
-def write_imported_run(directory: Path, weights: Weights, config: Config) -> Path:
+def write_imported_run(directory: Path, output: Path, weights: Weights, config: Config) -> Path:
     """Write config.yaml and the checkpoint of step 0. Raises: CheckpointError, as `write_training_checkpoint`.
 
+    Args:
+        directory: of the new run, under a temporary name until all is proven. output: its name after that.
+        config: whose tokenizers may be in `directory`; their paths are written as they will be.
     Returns: the directory of the checkpoint.
     """
+    config = replace(
+        config,
+        run=replace(config.run, directory=str(output)),
+        tokenizer=_moved(config.tokenizer, directory, output),
+        decoder_tokenizer=_moved(config.decoder_tokenizer, directory, output),
+    )
     checkpoint = directory / "checkpoints" / checkpoint_name(0)
     write_training_checkpoint(checkpoint, weights, config)
     text = yaml.safe_dump(to_tree(config), sort_keys=False)
     (directory / "config.yaml").write_text(text, encoding="utf-8")
     return checkpoint
+
+
+def _moved(section: TokenizerConfig | None, directory: Path, output: Path) -> TokenizerConfig | None:
+    if section is None:
+        return None
+    path = Path(section.path)
+    if path.is_relative_to(directory):
+        section = replace(section, path=str(output / path.relative_to(directory)))
+    return section.absolute()
 
 
 def write_training_checkpoint(path: Path, weights: Weights, config: Config) -> None:

@@ -11,12 +11,15 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from data_utils.common.errors import CheckpointError
 from megatron_lite.checkpoint.read import weight_reader
+from megatron_lite.checkpoint.verify import read_checkpoint
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.files.lora import merged_here
 from megatron_lite.hf.files.weights import DTYPES, Weights
 from megatron_lite.inference.open_run import OpenRun, filled, load_model
@@ -141,6 +144,19 @@ def prove(
     for name, result in comparisons.items():
         result.require(tolerance, what if name == "logits" else f"{what} ({name})")
     return comparisons
+
+
+def prove_import(
+    ask: Callable[[torch.dtype], Sequence[Question]],
+    checkpoint: Path,
+    config: ModelConfig,
+    source: Path,
+    tolerance: float,
+) -> Proof:
+    """As `prove`, of a directory and the checkpoint of one Transformer that was imported from it."""
+    saved = read_checkpoint(checkpoint)
+    what = f"the import of {source}"
+    return joined(prove(ask, lambda: load_model(saved, config), tolerance, what, saved.shapes))
 
 
 def prove_export(

@@ -25,7 +25,6 @@ from data_utils.common.settings import build, check, merge
 from data_utils.tokenizers.special_tokens import SpecialTokens
 from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from megatron_lite.checkpoint.tensor_files import write_tensors
-from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.model import OF_TRAINING
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.files import proof
@@ -61,7 +60,6 @@ from megatron_lite.hf.glm.configuration_glm import GLMConfig
 from megatron_lite.hf.glm.tokenizer_files import prove_tokenizer, training_tokenizer
 from megatron_lite.hf.published.source import unsupported
 from megatron_lite.hf.published.usual import with_sizes
-from megatron_lite.inference.open_run import load_model
 from megatron_lite.model.flops import parameter_shapes
 
 log = logging.getLogger(__name__)
@@ -178,7 +176,7 @@ def import_glm(
     """Write a run directory with one checkpoint at step 0 and its config.yaml. Args: as of `import_directory`."""
     # The directory gets its name only when everything in it is written and proven.
     with new_directory(output) as directory:
-        config, tokenizer = _import_config(source, output, directory, tree)
+        config, tokenizer = _import_config(source, directory, tree)
         weights = source.weights
         if WORDS in weights.shapes:  # if not, check_shapes reports it
             weights = weights.with_rows(WORDS, tokenizer.vocab_size)
@@ -193,33 +191,25 @@ def import_glm(
         check_shapes(weights, shapes, source.path)
         if source.shards is not None:
             _keep_padding_rows(source.weights, tokenizer.vocab_size, directory / PADDING_ROWS)
-        path = write_imported_run(directory, Weights(shapes, weights.read), config)
+        path = write_imported_run(directory, output, Weights(shapes, weights.read), config)
         return _prove_import(source, path, config, tokenizer, tolerance) if verify else None
 
 
-def _import_config(
-    source: GLMSource, output: Path, directory: Path, tree: Mapping[str, Any]
-) -> tuple[Config, Tokenizer]:
+def _import_config(source: GLMSource, directory: Path, tree: Mapping[str, Any]) -> tuple[Config, Tokenizer]:
     """The configuration of the new run. Copies the tokenizer's files to `directory` if they come with the model."""
     _require_recorded_settings(source, tree)
     tree = merge(merge(source.base, {"model": source.settings}), tree)
-    has_own_tokenizer = isinstance(tree.get("tokenizer"), Mapping) and "path" not in tree["tokenizer"]
-    if has_own_tokenizer:
+    if isinstance(tree.get("tokenizer"), Mapping) and "path" not in tree["tokenizer"]:
         copy_files(source.path / TRAINING_TOKENIZER, directory / "tokenizer")
         tokenizer_config = build(TokenizerConfig, {**tree["tokenizer"], "path": str(directory / "tokenizer")})
         tree = {**tree, "tokenizer": training_tokenizer(tokenizer_config, directory / "tokenizer")}
     tree = with_sizes(source.path, source.settings, tree)
-    config = build(Config, merge(tree, {"run": {"directory": str(output)}}))
+    config = build(Config, tree)
     if config.tokenizer is None:
         raise ConfigError(
             f"{source.path} does not say which tokenizer it needs; set tokenizer.kind and tokenizer.path."
         )
     tokenizer = load_tokenizer(config.tokenizer)
-    recorded = config.tokenizer
-    if has_own_tokenizer:
-        # The directory has a temporary name until the import is proven; config.yaml has the final one.
-        recorded = build(TokenizerConfig, training_tokenizer(recorded, output.absolute() / "tokenizer"))
-    config = replace(config, tokenizer=recorded.absolute())
     rows = source.weights.shapes.get(WORDS, (0,))[0]
     # More rows than tokens are padding; fewer would leave tokens without an embedding.
     if rows < tokenizer.vocab_size:
@@ -288,8 +278,4 @@ def _prove_import(
         writer = tokenizer if is_filler and has_tokenizer else None
         return glm_proof.ask(source.path, model, writer, is_export=False, dtype=dtype)
 
-    saved = read_checkpoint(path)
-    comparisons = proof.prove(
-        ask, lambda: load_model(saved, model), tolerance, f"the import of {source.path}", saved.shapes
-    )
-    return proof.joined(comparisons)
+    return proof.prove_import(ask, path, model, source.path, tolerance)

@@ -1,4 +1,4 @@
-"""Proof of a directory of GLM's own classes: see published/proof.py for those of published systems.
+"""Proof of a directory of GLM's own classes: published/proof.py has those of published systems, and what both share.
 
     logits           with both position ids handed over
     default inputs   tokens and a mask alone, padded on the left: positions are the class's own
@@ -41,6 +41,7 @@ from megatron_lite.hf.glm.modeling_glm import GLMForBlankInfilling, GLMForSequen
 from megatron_lite.hf.glm.pipeline_glm import BlankInfillingPipeline
 from megatron_lite.hf.glm.released import reference_logits
 from megatron_lite.hf.glm.tokenizer_files import exported_tokenizer
+from megatron_lite.hf.published.proof import generated, pad_texts, texts_to_batch
 from megatron_lite.inference.filling import BlankFiller, blank_context
 from megatron_lite.model.attention_backends.layout import allowed
 from megatron_lite.model.batch import Batch
@@ -79,8 +80,7 @@ def ask(
                 questions.append(_pipeline_question(theirs, fast, tokenizer, config))
     del theirs
     if config.task_head != "none":
-        classes = exported_classes(directory, batch, dtype)
-        questions.append(Question("head", classes, lambda model: training_classes(model, batch)))
+        questions.append(_head_question(directory, batch, dtype))
     return questions
 
 
@@ -96,15 +96,8 @@ def _default_input_question(theirs: Any, config: ModelConfig) -> Question:
     assert config.vocab_size is not None
     rng, longest = np.random.default_rng(1), min(_LONGEST, config.max_position + 1)
     lengths = (longest, max(1, longest // 2))
-    batch = np.zeros((len(lengths), len(FIELDS), longest), np.int32)
-    batch[:, DOC] = PADDING_DOC
-    batch[:, WEIGHTS].view(np.float32)[:] = 1.0
-    ids, mask = torch.zeros(2, len(lengths), longest, dtype=torch.long)
-    for number, length in enumerate(lengths):
-        tokens = rng.integers(0, config.vocab_size, length)
-        batch[number, TOKENS, :length], batch[number, DOC, :length] = tokens, 0
-        batch[number, POSITION_IDS, :length] = np.arange(length)
-        ids[number, longest - length :], mask[number, longest - length :] = torch.from_numpy(tokens), 1
+    texts = [rng.integers(0, config.vocab_size, length).astype(np.int32) for length in lengths]
+    batch, (ids, mask) = texts_to_batch(config, texts), pad_texts(texts, 0, "left")
     is_token = torch.from_numpy(batch[:, DOC] != PADDING_DOC)
     expected = theirs(input_ids=ids, attention_mask=mask).logits[mask.bool()]
     return Question("default inputs", expected, lambda model: training_logits(model, batch)[is_token])
@@ -143,20 +136,12 @@ def _generation_question(theirs: Any, fast: Any, tokenizer: Tokenizer, config: M
     """Greedy, with the class's cache. Our model then reads what the class generated, in one pass."""
     contexts, special = [context for _, context in _contexts(tokenizer, config)], tokenizer.special
     inputs = fast.build_inputs_for_generation({"input_ids": contexts})
-    out = theirs.generate(
-        **inputs, max_new_tokens=_STEPS, do_sample=False, num_beams=1, num_return_sequences=1, use_cache=True,
-        output_logits=True, return_dict_in_generate=True,
-    )  # fmt: skip
-    written, ends = out.sequences[:, -len(out.logits) :].tolist(), (special.eop, special.eos)
-    counts = [next((i + 1 for i, token in enumerate(span) if token in ends), len(span)) for span in written]
-    logits = torch.stack(out.logits, dim=1)  # [texts, steps, V]
-    expected = torch.cat([each[:count] for each, count in zip(logits, counts, strict=True)])
+    written, expected = generated(theirs, inputs, _STEPS)
 
     def compute(model: GLM) -> torch.Tensor:
         # The last token of a span is predicted and not read.
-        spans = [span[: count - 1] for span, count in zip(written, counts, strict=True)]
-        each = [_span_logits(model, special, *pair) for pair in zip(contexts, spans, strict=True)]
-        return torch.cat(each)
+        pairs = zip(contexts, written, strict=True)
+        return torch.cat([_span_logits(model, special, context, span[:-1]) for context, span in pairs])
 
     return Question("generation", expected, compute)
 
@@ -183,6 +168,19 @@ def _pipeline_question(theirs: Any, fast: Any, tokenizer: Tokenizer, config: Mod
 
     count = sum(len(span) + (len(span) < _STEPS) for (span,) in spans)
     return Question("pipeline", torch.zeros(count, 1), compute)
+
+
+def _head_question(directory: Path, batch: np.ndarray, dtype: torch.dtype) -> Question:
+    """A task's head, on the first token of each sequence."""
+    with by_transformers(directory):
+        theirs = GLMForSequenceClassification.from_pretrained(directory, dtype=dtype).eval()
+        expected = theirs(**class_inputs(batch)).logits
+
+    def compute(model: GLM) -> torch.Tensor:
+        states, first = training_states(model, batch)[0][:, 0], torch.arange(len(batch))
+        return task_outputs(model.heads, [states], first, model.final_layernorm, None).float()
+
+    return Question("head", expected, compute)
 
 
 # Inputs, and what both models compute of them
@@ -233,22 +231,6 @@ def training_states(model: GLM, batch: np.ndarray) -> tuple[torch.Tensor, torch.
     hidden = model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)
     logits = model.logits(hidden).float()
     return hidden.unflatten(0, (len(batch), -1)), logits.unflatten(0, (len(batch), -1))
-
-
-@torch.no_grad()
-def training_classes(model: GLM, batch: np.ndarray) -> torch.Tensor:
-    """Output of a task's head for each sequence's first token, fp32 [B, classes]."""
-    states, _ = training_states(model, batch)
-    first = torch.arange(len(batch))
-    return task_outputs(model.heads, [states[:, 0]], first, model.final_layernorm, None).float()
-
-
-@torch.no_grad()
-def exported_classes(directory: Path, batch: np.ndarray, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Output of a Hugging Face directory's task head for each sequence's first token, fp32 [B, classes]."""
-    with by_transformers(directory):
-        model = GLMForSequenceClassification.from_pretrained(directory, dtype=dtype).eval()
-        return model(**class_inputs(batch)).logits
 
 
 @torch.no_grad()

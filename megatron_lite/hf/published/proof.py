@@ -44,7 +44,7 @@ from megatron_lite.hf.files.proof import Question
 from megatron_lite.hf.published.recognition import is_body
 from megatron_lite.hf.published.segment_memory import read_segment
 from megatron_lite.hf.published.source import PublishedSource, load_class
-from megatron_lite.hf.published.systems import published_system
+from megatron_lite.hf.published.systems import SYSTEMS_BY_NAME, published_system
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.micro_batch import prepare
 from megatron_lite.model.predictions import task_outputs
@@ -218,17 +218,10 @@ def _generation_question(theirs: Any, config: ModelConfig, start: int | None) ->
     random_tokens = _without_segments_and_tasks(proof_batch(config, seed=2), theirs)[: len(lengths), TOKENS]
     prompts = [tokens[:length] for tokens, length in zip(random_tokens, lengths, strict=True)]
     ids, mask = pad_texts(prompts, _padding_id(theirs), "right" if config.decoder_layers else "left")
-    options = {"max_new_tokens": steps, "do_sample": False, "num_beams": 1, "use_cache": True}
     with quiet():
-        out = theirs.generate(
-            input_ids=ids, attention_mask=mask, **options, output_logits=True, return_dict_in_generate=True
-        )
-    written = out.sequences[:, -len(out.logits) :].numpy()
-    counts = [_length_with_end(tokens, theirs.generation_config.eos_token_id) for tokens in written]
+        spans, expected = generated(theirs, {"input_ids": ids, "attention_mask": mask}, steps)
     # The last token of a completion is predicted and not read.
-    completions = [tokens[: count - 1] for tokens, count in zip(written, counts, strict=True)]
-    logits = torch.stack(out.logits, dim=1)  # [prompts, steps, V]
-    expected = torch.cat([each[:count] for each, count in zip(logits, counts, strict=True)]).float()
+    completions = [np.array(tokens[:-1], np.int32) for tokens in spans]
     if config.decoder_layers:
         assert start is not None
         batch = texts_to_batch(config, prompts, [np.array([start, *tokens]) for tokens in completions])
@@ -242,10 +235,25 @@ def _generation_question(theirs: Any, config: ModelConfig, start: int | None) ->
     return _logits_question("generation", expected, batch, is_compared)
 
 
-def _length_with_end(tokens: np.ndarray, ends: int | Sequence[int] | None) -> int:
-    """The number of tokens up to the first end token, which counts; all tokens if there is none."""
-    is_end = np.isin(tokens, [] if ends is None else ends)
-    return int(is_end.argmax()) + 1 if is_end.any() else len(tokens)
+def generated(
+    theirs: Any, inputs: Mapping[str, torch.Tensor], steps: int
+) -> tuple[list[list[int]], torch.Tensor]:
+    """What a class of transformers writes, greedily and with its cache.
+
+    Returns: the tokens of each completion up to its first end token, which counts; and their logits, [tokens, V].
+    """
+    out = theirs.generate(
+        **inputs, max_new_tokens=steps, do_sample=False, num_beams=1, num_return_sequences=1, use_cache=True,
+        output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    ends = theirs.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    spans = []
+    for tokens in out.sequences[:, -len(out.logits) :].tolist():
+        count = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
+        spans.append(tokens[:count])
+    logits = torch.stack(out.logits, dim=1)  # [prompts, steps, V]
+    return spans, torch.cat([each[: len(span)] for each, span in zip(logits, spans, strict=True)]).float()
 
 
 def _task_question(theirs: torch.nn.Module, config: ModelConfig, batch: np.ndarray) -> Question:
@@ -447,7 +455,7 @@ def texts_to_batch(
         if config.decoder_layers:
             sequence[ORD, context:used] = np.arange(1, len(target) + 1)
             sequence[POSITION_IDS, context:used] = np.arange(len(target))
-        elif published_system(config).is_causal:
+        elif config.system in SYSTEMS_BY_NAME and SYSTEMS_BY_NAME[config.system].is_causal:
             sequence[ORD, :used] = np.arange(used)
     batch[:, WEIGHTS].view(np.float32)[:] = 1.0
     return batch

@@ -22,7 +22,6 @@ from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.readers.by_name import task_labels
 from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from megatron_lite.checkpoint.tensor_files import write_tensors
-from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.lora import LoraConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.systems import reads_both_ways, with_objective
@@ -78,7 +77,7 @@ from megatron_lite.hf.published.usual import with_sizes
 from megatron_lite.hf.published.versions import oldest_version
 from megatron_lite.hf.published.write_config import NOT_IN_FILES, former_fields, hf_config
 from megatron_lite.inference.decoders import template_of
-from megatron_lite.inference.open_run import OpenRun, load_model
+from megatron_lite.inference.open_run import OpenRun
 from megatron_lite.inference.states import PromptTemplate
 from megatron_lite.model.flops import parameter_shapes
 from megatron_lite.model.init import initialize_parameters
@@ -108,25 +107,21 @@ def import_published(
         # Configuration and shapes first: a directory that cannot be imported is refused before a weight is read.
         source = open_published(path)
         copy_imported_files(source, directory / IMPORTED_FILES)
-        config = build_import_config(source, output, directory, tree, verify)
+        config = build_import_config(source, directory, tree, verify)
         weights = with_new_heads(source, config, parameter_shapes(config.model))
-        checkpoint = write_imported_run(directory, weights, config)
+        checkpoint = write_imported_run(directory, output, weights, config)
         if not verify:
             return None
-        saved = read_checkpoint(checkpoint)
         class_name = source.class_name or transformers_class_name(source.system, config.model)
-        comparisons = proof.prove(
-            lambda dtype: ask(path, class_name, config.model, dtype=dtype, source=source),
-            lambda: load_model(saved, config.model),
-            tolerance,
-            f"the import of {path}",
-            saved.shapes,
-        )
-        return proof.joined(comparisons)
+
+        def ask_class(dtype: torch.dtype) -> list[proof.Question]:
+            return ask(path, class_name, config.model, dtype=dtype, source=source)
+
+        return proof.prove_import(ask_class, checkpoint, config.model, path, tolerance)
 
 
 def build_import_config(
-    source: PublishedSource, output: Path, directory: Path, tree: Mapping[str, Any], verify: bool
+    source: PublishedSource, directory: Path, tree: Mapping[str, Any], verify: bool
 ) -> Config:
     """The configuration of the new run, with the directory's tokenizer if the tree names none."""
     model = tree.get("model")
@@ -158,17 +153,11 @@ def build_import_config(
         begin = "cls" if begins else "none"
     defaults = {key: {"begin": begin} for key in ("causal", "fill_in_middle")}
     tree = with_sizes(source.path, source.settings, with_objective(merge(defaults, tree)))
-    config = build(Config, merge(tree, {"run": {"directory": str(output)}}))
+    config = build(Config, tree)
     require_same_model("model", config.model, source)
-    config = with_task_rows(config)
-    assert config.tokenizer is not None
     if verify and not is_imported:
         require_same_ids("tokenizer", loaded, source.path, directory / IMPORTED_FILES)
-    if is_imported:
-        # The directory has a temporary name until all is proven; the path is written as it will be.
-        path = str(output.absolute() / Path(config.tokenizer.path).relative_to(directory))
-        config = replace(config, tokenizer=replace(config.tokenizer, path=path))
-    return replace(config, tokenizer=config.tokenizer.absolute())  # type: ignore[union-attr]
+    return with_task_rows(config)
 
 
 def _task_length(model: ModelConfig) -> dict[str, int]:

@@ -1,7 +1,7 @@
-"""The attention kernel that fits the structure of a batch (layout.py says which token may see which).
+"""The one place that decides which kernels compute attention: by the device, the model's bias, and a batch's structure.
 
-A plan is made once per micro-batch and serves all layers. It says in which order it wants the batch's tokens; the model
-runs all layers in this order, so no layer moves tokens. The plans:
+layout.py says which token may see which. A plan is made once per micro-batch and serves all layers. It says in which
+order it wants the batch's tokens; the model runs all layers in this order, so no layer moves tokens. The plans:
 
   CpuPlan      CPU: a few kernel launches per document on disjoint queries, most of them without a mask; short documents
                of similar length share one launch (cpu_plan.py).
@@ -11,6 +11,7 @@ runs all layers in this order, so no layer moves tokens. The plans:
   DensePlan    the reference: one masked launch, B x S x S booleans (dense.py).
   LayeredPlan  two of these, for models with local layers (window.py).
 
+Which library's kernel VarlenPlan launches is a setting of the run (`choose` in config/attention.py).
 All but BlockPlan serve cross-attention too (cross_attention.py). A bias of the scores (position_bias.py) goes to
 CpuPlan, which then writes attention out, and to DensePlan. Tokens that see nothing get zeros.
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import torch
 
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention_backends.blocks import BlockPlan
 from megatron_lite.model.attention_backends.cpu_plan import CpuPlan
 from megatron_lite.model.attention_backends.dense import DensePlan
@@ -31,12 +33,55 @@ from megatron_lite.model.attention_backends.layout import (
     padded_order,
 )
 from megatron_lite.model.attention_backends.tables import has_distinct_positions
-from megatron_lite.model.attention_backends.varlen import varlen_plan
+from megatron_lite.model.attention_backends.varlen import VarlenPlan, varlen_plan
+from megatron_lite.model.attention_backends.window import LayeredPlan, keys_are_at_positions, window_groups
 from megatron_lite.model.kernels.fused import kernels_are_wanted
 
 # CUDA: keys that the launches of VarlenPlan may gather, for each token. GLM takes 2, XLNet 5 to 6; UniLMv2 would
 # take 35.
 _MOST_KEYS = 8
+
+
+def plan_stack(
+    layout: Layout,
+    device: torch.device,
+    config: ModelConfig,
+    kernel: str = "auto",
+    multiple: int = 1,
+    has_graphs: bool = False,
+) -> BatchPlan:
+    """The plan for all layers of a stack of blocks.
+
+    Args:
+        kernel, multiple: as for `plan_attention`; with "auto" the model's bias decides first.
+        has_graphs: the plan has fixed shapes, if it can.
+    """
+    if kernel == "auto":
+        kernel = kernel_of(config, device)
+    if not config.attention_window:
+        plan = plan_attention(layout, device, kernel, multiple)
+        if has_graphs and isinstance(plan, VarlenPlan):
+            return plan.with_fixed_shapes(layout.shape[1])
+        return plan
+    return plan_layers(layout, device, kernel, multiple, config.attention_window, config.global_every)
+
+
+def kernel_of(config: ModelConfig, device: torch.device) -> str:
+    """The `kernel` of `plan_attention` that a model needs; "auto" = each batch's layout decides."""
+    if dense_reason(config, device) is not None:
+        return "dense"
+    by_relative = {"none": "auto", "buckets": "blocks", "disentangled": "tables"}
+    return by_relative.get(config.relative, "query tables") if device.type == "cuda" else "auto"
+
+
+def dense_reason(config: ModelConfig, device: torch.device) -> str | None:
+    """Why a model's attention computes all pairs of tokens with a mask, for a warning; None if it does not."""
+    if config.relative == "none" or kernels_are_wanted() or device.type != "cuda":
+        return None
+    return (
+        f"model.relative is {config.relative} and training.kernels torch: on GPUs attention computes and stores all "
+        "pairs of tokens of a sequence; fused stores none."
+    )
 
 
 def plan_attention(
@@ -84,3 +129,23 @@ def block_plan(layout: Layout, length: int, window: int = 0, *, kernel: str = "b
     if kernel in ("tables", "query tables") and not has_distinct_positions(layout, kernel == "query tables"):
         return DensePlan(layout)
     return BlockPlan(layout, length, window=window)
+
+
+def plan_layers(
+    layout: Layout, device: torch.device, kernel: str, multiple: int, window: int, global_every: int
+) -> LayeredPlan:
+    """The plan of a model with local layers. Args: device, kernel, multiple: as for `plan_attention`."""
+    global_plan = plan_attention(layout, device, kernel, multiple)
+    local_plan: BatchPlan
+    if isinstance(global_plan, CpuPlan):
+        # Both plans have the same groups in the same order, so one `order` serves both.
+        groups = window_groups(layout, global_plan.groups, window)
+        local_plan = CpuPlan(layout, groups, global_plan.order, window=window)
+    elif isinstance(global_plan, DensePlan):
+        local_plan = DensePlan(layout, window=window)
+    elif isinstance(global_plan, VarlenPlan) and keys_are_at_positions(layout):
+        local_plan = global_plan.within(window)
+    else:
+        # Both by the kernels that evaluate the rule, since the two plans must agree on the order and length of tokens.
+        global_plan, local_plan = (block_plan(layout, len(global_plan.order), each) for each in (0, window))
+    return LayeredPlan(global_plan, local_plan, global_every)

@@ -1,4 +1,4 @@
-"""Local layers, whose tokens see only keys within a window: their query ranges on CPU, and the plan of both layers.
+"""Local layers, whose tokens see only keys within a window: their query ranges on CPU, and a model with both kinds.
 
 On CUDA the kernel has the window (varlen.py) where each token's index among the keys of its sequence is its position,
 as in documents that are read in order. Where positions begin again (blanks, decoders, two streams) kernels that
@@ -13,8 +13,6 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from megatron_lite.model.attention_backends.cpu_plan import CpuPlan
-from megatron_lite.model.attention_backends.dense import DensePlan
 from megatron_lite.model.attention_backends.interface import BatchPlan, Packed, ScoreBias
 from megatron_lite.model.attention_backends.layout import (
     BLIND,
@@ -27,8 +25,6 @@ from megatron_lite.model.attention_backends.layout import (
     make_document_groups,
     may_see,
 )
-from megatron_lite.model.attention_backends.plan import block_plan, plan_attention
-from megatron_lite.model.attention_backends.varlen import VarlenPlan
 from megatron_lite.model.kernels.dropout import AttentionDropout
 
 
@@ -60,27 +56,7 @@ class LayeredPlan:
         return self.layer_plan(layer).attend(layer, inputs, dropout, bias)
 
 
-def plan_layers(
-    layout: Layout, device: torch.device, kernel: str, multiple: int, window: int, global_every: int
-) -> LayeredPlan:
-    """The plan of a model with local layers. Args: device, kernel, multiple: as for `plan_attention`."""
-    global_plan = plan_attention(layout, device, kernel, multiple)
-    local_plan: BatchPlan
-    if isinstance(global_plan, CpuPlan):
-        # Both plans have the same groups in the same order, so one `order` serves both.
-        groups = window_groups(layout, global_plan.groups, window)
-        local_plan = CpuPlan(layout, groups, global_plan.order, window=window)
-    elif isinstance(global_plan, DensePlan):
-        local_plan = DensePlan(layout, window=window)
-    elif isinstance(global_plan, VarlenPlan) and _keys_are_at_positions(layout):
-        local_plan = global_plan.within(window)
-    else:
-        # Both by the kernels that evaluate the rule, since the two plans must agree on the order and length of tokens.
-        global_plan, local_plan = (block_plan(layout, len(global_plan.order), each) for each in (0, window))
-    return LayeredPlan(global_plan, local_plan, global_every)
-
-
-def _keys_are_at_positions(layout: Layout) -> bool:
+def keys_are_at_positions(layout: Layout) -> bool:
     """Whether two tokens are as far apart among the keys of their query range as their positions are.
 
     The window of CUDA's kernel counts indices among the keys, of which the queries are the last.

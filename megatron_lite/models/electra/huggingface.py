@@ -115,11 +115,11 @@ class ElectraFormat(HuggingFaceFormat):
                 "training": {"loss_normalization": "per_objective", "loss_weights": {"replaced": 50.0}},
                 "electra": sizes_of_generator,
             }
-            config = build_import_config(discriminator, output, directory, merge(defaults, tree), verify)
+            config = build_import_config(discriminator, directory, merge(defaults, tree), verify)
             require_same_model("the generator", generator_of(config), generator)
             weights = _join_stacks(generator, discriminator, source, config)
             check_shapes(weights, model_spec(config).shapes(config), source)
-            checkpoint = read_checkpoint(write_imported_run(directory, weights, config))
+            checkpoint = read_checkpoint(write_imported_run(directory, output, weights, config))
             if not verify:
                 return None
             return proof.joined(

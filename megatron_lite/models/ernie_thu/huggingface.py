@@ -180,7 +180,7 @@ class ErnieFormat(HuggingFaceFormat):
             for name in (ERNIE_CONFIG, VOCABULARY):
                 if (source / name).exists():
                     shutil.copyfile(source / name, kept / name)
-            config = _config(source, kept, settings, _section(source, described, theirs), tree, output)
+            config = _config(source, kept, settings, _section(source, described, theirs), tree)
             shapes = model_spec(config).shapes(config)
             mappings = tensor_mappings(SYSTEM, shapes, config.model)
             published = PublishedSource(source, SYSTEM, settings, theirs, mappings, Weights({}, theirs.read))
@@ -189,16 +189,11 @@ class ErnieFormat(HuggingFaceFormat):
             check_shapes(theirs, expected, source, _NAME)
             assert config.tokenizer is not None
             check_vocabulary(load_tokenizer(config.tokenizer), published)
-            tokenizer = config.tokenizer
-            # The directory has a temporary name until it is complete; a path below it is written as it will be.
-            if Path(tokenizer.path).is_relative_to(directory):
-                inside = Path(tokenizer.path).relative_to(directory)
-                tokenizer = replace(tokenizer, path=str(output.absolute() / inside))
             ours = to_ours(theirs, mappings)
             weights = Weights(
                 {name: ours.shapes[name] for name in shapes}, lambda name: ours.read(name).float()
             )
-            write_imported_run(directory, weights, replace(config, tokenizer=tokenizer.absolute()))
+            write_imported_run(directory, output, weights, config)
 
 
 HUGGINGFACE_FORMAT = ErnieFormat()
@@ -241,7 +236,6 @@ def _config(
     settings: dict[str, Any],
     section: Mapping[str, Any],
     tree: Mapping[str, Any],
-    output: Path,
 ) -> Config:
     """The configuration of the new run. Raises: ConfigError where it contradicts the files."""
     given = tree.get("entities") or {}
@@ -258,7 +252,7 @@ def _config(
         "training": {"loss_normalization": "per_objective"},
     }
     sections = {"model": {**settings, **(tree.get("model") or {})}, "entities": {**given, **section}}
-    whole = merge(merge(usual, tree), {**sections, "run": {"directory": str(output)}})
+    whole = merge(merge(usual, tree), sections)
     config = build(Config, with_sizes(path, settings, whole))
     if not any(choice.name == "entities" for choice in config.objective_choices):
         raise ConfigError(f"{path} has entities; set objectives to {{entities: 1}}, or leave it out.")

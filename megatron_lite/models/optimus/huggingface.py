@@ -14,7 +14,7 @@ Shapes: N sentences, T tokens, P latent size, H and D hidden sizes of encoder an
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +134,7 @@ class OptimusFormat(HuggingFaceFormat):
             config = _config(opened, directory, recorded, tree, verify)
             weights = _joined(opened)
             check_shapes(weights, model_spec(config).shapes(config), source)
-            # The directory has a temporary name until all is proven; paths below it are written as they will be.
-            write_imported_run(directory, weights, _moved(config, directory, output))
+            write_imported_run(directory, output, weights, config)
             if not verify:
                 return None
             assert config.tokenizer is not None
@@ -308,26 +307,6 @@ def _tokenizer(options: Mapping[str, Any], key: str, stack: PublishedSource) -> 
     tokenizer = load_tokenizer(build(TokenizerConfig, dict(options), f"{key}."))
     check_vocabulary(tokenizer, stack)
     return tokenizer
-
-
-def _moved(config: Config, directory: Path, output: Path) -> Config:
-    """The configuration as it is when the directory has its name: paths below it change with it."""
-
-    def path_of(section: TokenizerConfig | None) -> TokenizerConfig | None:
-        if section is None:
-            return None
-        path = Path(section.path)
-        inside = path.is_relative_to(directory)
-        return replace(
-            section, path=str(output.absolute() / path.relative_to(directory) if inside else path)
-        ).absolute()
-
-    return replace(
-        config,
-        run=replace(config.run, directory=str(output)),
-        tokenizer=path_of(config.tokenizer),
-        decoder_tokenizer=path_of(config.decoder_tokenizer),
-    )
 
 
 # Proof

@@ -33,6 +33,11 @@ def few_files():
 TROUBLE = {"cuts": 0.2, "busy": 0.05}  # shares of the answers
 
 
+# pyarrow waits longer before it asks gs:// again.
+AZURE = pytest.mark.parametrize("cloud", [pytest.param("gs", marks=pytest.mark.slow), "az"], indirect=True)
+
+
+@AZURE
 def test_a_build_has_the_bytes_of_local_files(tmp_path, cloud, monkeypatch):
     monkeypatch.setattr("data_utils.storage.objects.RANGE_BYTES", 70_000)
     files = few_files()
@@ -58,6 +63,7 @@ def test_cleaning_has_the_output_of_local_files(tmp_path, cloud):
     assert len(expected) == 60
 
 
+@AZURE
 def test_a_dataset_is_pushed_and_copied(tmp_path, cloud):
     build_dataset(tmp_path / "d", [[1, 2, 3], list(range(100_000))], vocab_size=100_001)
     content = {suffix: (tmp_path / f"d{suffix}").read_bytes() for suffix in SUFFIXES}
