@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from support import code_structure
 
 from data_utils.common.settings_listed import describe
-from megatron_lite.config.coming_from import SOURCES
+from megatron_lite.config.coming_from import sources
 from megatron_lite.config.deepspeed_keys import KEYS, Policy
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.files.left_out import BUFFERS, OTHER_CLASS_TENSORS
@@ -185,9 +185,9 @@ def huggingface_systems() -> str:
 def coming_from() -> str:
     """The page, with a table of the arguments of each program."""
     lines = []
-    megatron, *_ = SOURCES.values()
+    megatron, *_ = sources().values()
     shared = {(name, argument.setting) for argument in megatron for name in argument.names}
-    for source, arguments in SOURCES.items():
+    for source, arguments in sources().items():
         lines += ["", f"## {source}", ""]
         if source == "THUDM/GLM":  # a fork of Megatron-LM
             arguments = tuple(

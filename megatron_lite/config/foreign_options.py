@@ -9,7 +9,7 @@ from itertools import pairwise
 from data_utils.common.errors import ConfigError
 from data_utils.common.setting_files import shorten
 from data_utils.common.settings import parse_override, setting_names, to_yaml_scalar, wrong_settings
-from megatron_lite.config.coming_from import BY_NAME, Argument, find_argument
+from megatron_lite.config.coming_from import Argument, arguments_by_name, find_argument
 from megatron_lite.config.tree import Config
 
 
@@ -89,7 +89,9 @@ def _answer(option: str, values: list[str]) -> str:
         matching = [key for key in keys if name in (key, key.replace(".", "_"))]
         matching = matching or [key for key in keys if name == key.rpartition(".")[2]]
         if not matching:
-            near = difflib.get_close_matches(name, [*BY_NAME, *(key.rpartition(".")[2] for key in keys)], n=1)
+            near = difflib.get_close_matches(
+                name, [*arguments_by_name(), *(key.rpartition(".")[2] for key in keys)], n=1
+            )
             hint = _answer(near[0], []) if near else "docs/settings.md lists all settings"
             return f"{typed} is not known ({'the nearest: ' if near else ''}{hint})"
         if len(matching) > 1:

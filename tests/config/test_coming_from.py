@@ -11,12 +11,12 @@ from support.remedies import advised
 
 from data_utils.common.errors import ConfigError
 from data_utils.common.settings import leaves, setting_names, to_tree
-from megatron_lite.config.coming_from import SOURCES
+from megatron_lite.config.coming_from import sources
 from megatron_lite.config.deepspeed_keys import KEYS
 from megatron_lite.config.foreign_options import explain_options, with_deepspeed_file
 from megatron_lite.config.tree import Config
 
-ROWS = [(source, row) for source, rows in SOURCES.items() for row in rows]
+ROWS = [(source, row) for source, rows in sources().items() for row in rows]
 
 
 def test_every_setting_of_the_tables_exists():
@@ -51,9 +51,9 @@ def test_an_answer_is_an_override_that_is_taken(row):
         assert not re.search(r"unknown|must be (a whole|a finite|true|text|one of|in |at )", str(error))
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", sources())
 def test_a_name_means_one_thing_in_a_program(source):
-    names = [name for row in SOURCES[source] for name in row.names]
+    names = [name for row in sources()[source] for name in row.names]
     assert len(names) == len(set(names))
 
 
