@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -47,7 +48,7 @@ def _moved(section: TokenizerConfig | None, directory: Path, output: Path) -> To
         return None
     path = Path(section.path)
     if path.is_relative_to(directory):
-        section = replace(section, path=str(output / path.relative_to(directory)))
+        return replace(section, path=os.path.abspath(output / path.relative_to(directory)))
     return section.absolute()
 
 
