@@ -82,7 +82,6 @@ class ModelConfig:
         None,
         "Vocabulary size, special tokens included, before padding; null = the tokenizer's.",
         at_least=1,
-        on_resume="free",
     )
     max_position: int = setting(
         512, "Largest position id; position embeddings have max_position + 1 rows.", at_least=1

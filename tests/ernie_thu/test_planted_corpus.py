@@ -27,9 +27,10 @@ from data_utils.loader.loader import open_datasets
 from data_utils.objectives import LOSSES
 from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.config.tree import Config
-from megatron_lite.model.build import build_model, model_spec
+from megatron_lite.model.build import build_model
 from megatron_lite.model.micro_batch import prepare
 from megatron_lite.models.ernie_thu.batch import EntityBatch, Noise
+from megatron_lite.train.resume import check_beginning
 
 WORDS, FILLERS, SIZE = 4, 6, 8
 LABELS = ("bad", "good")
@@ -171,11 +172,14 @@ def test_other_vectors_do_not_continue_a_run(run, tmp_path):
     short = {"training": {"stop_after_step": 1}, "run": {"directory": str(tmp_path / "run")}}
     run_ranks(fit, 1, merge(run, short))
     np.save(tmp_path / "other.npy", np.ones((8, SIZE), np.float32))
-    config = build(Config, merge(run, {**short, "entities": {"vectors": str(tmp_path / "other.npy")}}))
-    checkpoint = next((tmp_path / "run/checkpoints").glob("step_*"))
-    model_spec(config).check_continuation(build(Config, merge(run, short)), run, checkpoint)
+    same, other = (
+        build(Config, merge(run, {**short, "entities": entities}))
+        for entities in ({}, {"vectors": str(tmp_path / "other.npy")})
+    )
+    size = load_tokenizer(same.tokenizer).vocab_size
+    check_beginning(same.with_vocab_size(size))
     with pytest.raises(CheckpointError, match=r"other\.npy differ from the vectors that "):
-        model_spec(config).check_continuation(config, run, checkpoint)
+        check_beginning(other.with_vocab_size(size))
 
 
 def test_a_pretrained_run_is_tuned_and_measured_from_a_shell(run, tmp_path):

@@ -160,7 +160,7 @@ def test_the_best_checkpoint_is_of_the_branch_that_goes_on(tmp_path, is_done):
     (aside,) = (run / "checkpoints").glob("rewound_*")
     assert [path.name for path in (aside / "best").iterdir()] == [best.name]  # nothing is deleted
     assert (aside / "results.json").exists() is is_done
-    slower = [*options, "optimizer.lr=1e-12"]
+    slower = [*options, "optimizer.lr=1e-12", "checkpoint.accept_changed_data=true"]
     learn(files, output, *slower, "training.stop_after_step=8")
     assert not (output / "results.json").exists()
     learn(files, output, *slower)

@@ -81,28 +81,29 @@ def test_what_would_lose_or_average_updates_is_refused(corpus, base, tmp_path):
     run_ranks(fit, 1, settings(corpus, directory, base, training={"stop_after_step": 1}))
     with pytest.raises(CheckpointError, match="has updates of LoRA, and a mean of factors"):
         merge_checkpoints([last(directory), last(directory)], [0.5, 0.5], tmp_path / "mean")
-    for own in (directory, tmp_path / "another"):
+    lost = r"has updates of LoRA, but model\.lora is null"
+    for own, message in ((directory, r"with other settings: model\.lora: "), (tmp_path / "another", lost)):
         tree = merge(small_run(corpus, own), {"checkpoint": {"initialize_from": str(directory)}})
         config = build(Config, tree)
-        with pytest.raises(CheckpointError, match=r"has updates of LoRA, but model\.lora is null"):
+        with pytest.raises(CheckpointError, match=message):
             look(config)
         same, other = (
             settings(corpus, own, directory, model={"lora": LORA | more}) for more in ({}, OTHER_SCALE)
         )
         look(build(Config, same))
-        with pytest.raises(
-            CheckpointError,
-            match=r"by 4, .* were trained with 2\b.*model\.lora\.alpha=8 .*rank_stabilized=false",
-        ):
+        scaled = r"by 4, .* were trained with 2\b.*model\.lora\.alpha=8 .*rank_stabilized=false"
+        changed = r"with other settings: model\.lora\.rank_stabilized: "
+        with pytest.raises(CheckpointError, match=changed if own == directory else scaled):
             look(build(Config, other))
 
 
-@pytest.mark.parametrize("begin", [{}, {"initialize": "all"}])
-def test_a_run_without_updates_does_not_get_them_on_the_way(corpus, base, tmp_path, begin):
+@pytest.mark.parametrize(
+    ("begin", "message"),
+    [({}, r"with other settings: model\.lora: "), ({"initialize": "all"}, "has no updates of LoRA")],
+)
+def test_a_run_without_updates_does_not_get_them_on_the_way(corpus, base, tmp_path, begin, message):
     directory = tmp_path if begin else base
-    with pytest.raises(
-        CheckpointError, match=r"has no updates of LoRA.*checkpoint\.initialize_from=\S+step_"
-    ):
+    with pytest.raises(CheckpointError, match=rf"{message}.*checkpoint\.initialize_from=\S+step_"):
         look(build(Config, settings(corpus, directory, base, checkpoint=begin)))
 
 
