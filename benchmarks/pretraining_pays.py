@@ -56,7 +56,7 @@ from data_utils.common.files import (
     write_picture,
     write_whole,
 )
-from data_utils.common.setting_files import load_json
+from data_utils.common.untrusted import load_json
 from megatron_lite.checkpoint.manifest import list_checkpoints
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -47,7 +47,8 @@ import tokenizers
 from benchmarks.arguments import check_at_least, check_once, write_json
 from data_utils.common.errors import ArgumentParser, ConfigError, DataError, run_command
 from data_utils.common.files import require_directory, require_named, require_writable, write_picture
-from data_utils.common.setting_files import load_json, shown
+from data_utils.common.setting_files import shown
+from data_utils.common.untrusted import load_json
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.tasks.readers.minimal_pairs import read_minimal_pairs
 from megatron_lite.config.tree import load_config

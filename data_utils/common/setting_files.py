@@ -1,14 +1,12 @@
-"""Reads YAML and JSON files of settings, with limits, and shortens values for messages."""
+"""Reads YAML files of settings, with limits, and shortens values for messages."""
 
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import re
 import sysconfig
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -100,30 +98,6 @@ for _tag, _pattern, _first in _PLAIN:
 _Loader.add_constructor(_OCTAL, _refuse_octal)
 
 
-def yaml_comment(text: str) -> tuple[str, bool]:
-    """What follows the value of a YAML text, a comment or "", and whether the value is one plain word or none.
-
-    Raises: ValueError in one short line, also for signs that YAML would drop: an anchor that nothing uses, and `---`.
-    """
-    try:
-        tokens = [
-            token
-            for token in yaml.scan(text, yaml.SafeLoader)
-            if token.start_mark.index < token.end_mark.index
-        ]
-    except yaml.YAMLError as error:
-        raise ValueError(one_line(error, 400)) from None
-    token_types = {type(token) for token in tokens}
-    if yaml.AnchorToken in token_types and yaml.AliasToken not in token_types:
-        raise ValueError("& would begin the name of a value, which nothing uses")
-    if token_types & {yaml.DocumentStartToken, yaml.DocumentEndToken, yaml.DirectiveToken}:
-        raise ValueError("--- and ... would begin and end a document")
-    is_plain = (
-        all(isinstance(token, yaml.ScalarToken) and token.plain for token in tokens) and len(tokens) < 2
-    )
-    return text[tokens[-1].end_mark.index if tokens else 0 :].strip(), is_plain
-
-
 class YamlError(ValueError):
     """A YAML text that is none, in one short line. `line`: where, from 1; None: not known."""
 
@@ -145,20 +119,34 @@ def parse_yaml(text: str) -> Any:
 def _yaml_error(error: yaml.MarkedYAMLError, text: str) -> YamlError:
     """The library's error with the line that it draws, in words."""
     reason, mark = error.problem or error.context or "", error.problem_mark or error.context_mark
-    lines = text.split("\n")
-    line = lines[mark.line] if mark is not None and mark.line < len(lines) else ""
-    if "\t" in line[: mark.column + 1 if mark is not None else 0] and "cannot start any token" in reason:
+    if mark is None:
+        return YamlError(one_line(reason, 400), None)
+    line = (text.split("\n") + [""] * mark.line)[mark.line].strip()
+    if "'\\t'" in reason:
         reason = "the line is indented by a tab; YAML takes only spaces"
-    if (
-        error.context
-        and error.context_mark is not None
-        and mark is not None
-        and error.context_mark.line < mark.line
-    ):
-        reason += f" ({error.context} that begins in line {error.context_mark.line + 1})"
-    if not isinstance(error, yaml.constructor.ConstructorError) and line.strip() and len(lines) > 1:
-        reason += f", in {shown(shorten(line.strip(), 60))}"
-    return YamlError(one_line(reason, 400), None if mark is None else mark.line + 1)
+    begins = error.context_mark.line if error.context and error.context_mark else mark.line
+    reason += f" ({error.context} that begins in line {begins + 1})" if begins < mark.line else ""
+    if not isinstance(error, yaml.constructor.ConstructorError) and line and mark.line:
+        reason += f", in {shown(shorten(line, 60))}"
+    return YamlError(one_line(reason, 400), mark.line + 1)
+
+
+def parse_override_value(text: str) -> Any:
+    """The value of an override: YAML in which # begins no comment, which nobody writes on a command line.
+
+    Raises: ValueError for what YAML would drop: a comment behind more than a word, a name of a value, and `---`.
+    """
+    value = parse_yaml(text)
+    node = yaml.compose(text, _Loader)
+    rest = text if node is None else text[node.end_mark.index :]
+    if node is not None and text.strip()[0] in "&%!" or text.strip().startswith("---"):
+        raise ValueError(f"{text.strip()[0]} would not be part of the value")
+    if not rest.strip():
+        return value
+    is_word = node is None or (isinstance(node, yaml.ScalarNode) and node.style is None)
+    if not is_word or not rest.strip().startswith("#"):
+        raise ValueError(f"{shown(rest.strip())} would be a comment")
+    return text.strip()
 
 
 def setting_lines(path: str | Path) -> dict[str, int]:
@@ -251,57 +239,6 @@ def _named(path: Path, folder: str) -> Path:
     if same_name:
         remedy = f"there is {' and '.join(map(str, dict.fromkeys(same_name)))}"
     raise ConfigError(f"configuration file {shorten(str(path))}: No such file or directory; {remedy}.")
-
-
-def load_json(path: str | Path, name: str) -> dict[str, Any]:
-    """Read one JSON file as an object. Raises ConfigError, which calls it `name`."""
-    return _load_object(path, name, json.loads)
-
-
-def load_hjson(path: str | Path, name: str) -> dict[str, Any]:
-    """The same of JSON with comments, trailing commas and keys without quotes, as DeepSpeed reads its files."""
-    return _load_object(path, name, _parse_hjson)
-
-
-def _parse_hjson(text: str, **options: Any) -> Any:
-    try:
-        return json.loads(text, **options)
-    except json.JSONDecodeError as error:
-        import hjson  # of DeepSpeed; few files need it
-
-        try:
-            return hjson.loads(text, **options)
-        except (hjson.HjsonDecodeError, LookupError, TypeError):  # it reads beyond the end of a cut-off text
-            raise error from None  # its message is the plainer one
-
-
-def _load_object(path: str | Path, name: str, parse: Callable[..., Any]) -> dict[str, Any]:
-    text = read_text(path, name)
-    try:
-        tree = parse(text, object_pairs_hook=_without_repetition)
-        too_deep = _depth(tree) > MAX_DEPTH
-    except RecursionError:
-        too_deep = True
-    except ValueError as error:
-        message = shorten(str(error), 400)
-        raise ConfigError(f"{name} {path} is not valid JSON: {message}; correct it.") from None
-    if too_deep:
-        raise ConfigError(f"{name} {path} has more than {MAX_DEPTH} levels; a configuration has fewer.")
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{name} {path} must hold a JSON object, not {type(tree).__name__}.")
-    return tree
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    for key, count in Counter(key for key, _ in pairs).items():
-        if count > 1:
-            raise ValueError(f"key {shown(key)} appears twice in one object")
-    return dict(pairs)
-
-
-def _depth(tree: Any) -> int:
-    children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
-    return 1 + max(map(_depth, children), default=0)
 
 
 def shorten(text: str, length: int = SHOWN_LENGTH) -> str:

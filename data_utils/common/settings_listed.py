@@ -7,7 +7,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from data_utils.common.settings import keys_of, section_in, to_yaml_scalar
+from data_utils.common.settings import keys_of, range_text, section_in, to_yaml_scalar
 
 
 def describe(cls: type, path: str = "", listed: dict[type, str] | None = None) -> Iterator[str]:
@@ -30,11 +30,10 @@ def describe(cls: type, path: str = "", listed: dict[type, str] | None = None) -
             yield ""
             yield from describe(nested, f"{path}{key}.", listed)
             continue
-        allowed = field.metadata.get("range")
         type_name = (
             _type_name(hint).replace("str", "path") if field.metadata.get("is_path") else _type_name(hint)
         )
-        facts = [type_name, str(allowed) if allowed else "", _default_text(field)]
+        facts = [type_name, range_text(field), _default_text(field)]
         yield f"  {path}{key} ({', '.join(filter(None, facts))})"
         yield f"      {field.metadata.get('help', '')}"
 

@@ -14,14 +14,19 @@ import os
 import stat
 import typing
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ValidationError
 from typing_extensions import TypedDict
 
-from data_utils.common.setting_files import shorten, shown
+from data_utils.common.errors import ConfigError
+from data_utils.common.setting_files import read_text, shorten, shown
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 MAX_DEPTH = 40
 T = TypeVar("T")
@@ -53,19 +58,49 @@ def read_bounded(path: str | Path, limit: int) -> bytes:
     return content
 
 
-def parse_json(content: bytes) -> Any:
+def parse_json(content: str | bytes) -> Any:
     """The value of a JSON text. Raises ValueError for damage, repeated keys and more than `MAX_DEPTH` levels."""
+    return _parsed(content, json.loads, parse_constant=_no_number, parse_float=_finite)
+
+
+def _parsed(content: str | bytes, parse: Callable[..., Any], **options: Any) -> Any:
     try:
-        tree = json.loads(
-            content, object_pairs_hook=_without_repetition, parse_constant=_no_number, parse_float=_finite
-        )
+        tree = parse(content, object_pairs_hook=_without_repetition, **options)
+        too_deep = _is_deeper(tree, MAX_DEPTH)
     except RecursionError:
-        raise ValueError(f"is nested deeper than {MAX_DEPTH} levels") from None
+        too_deep = True
     except ValueError as error:  # UnicodeDecodeError and numbers of thousands of digits are among them
         raise ValueError(f"is not valid JSON ({shorten(str(error), 200)})") from None
-    if _is_deeper(tree, MAX_DEPTH):
+    if too_deep:
         raise ValueError(f"is nested deeper than {MAX_DEPTH} levels")
     return tree
+
+
+def load_json(path: str | Path, name: str, is_hjson: bool = False) -> dict[str, Any]:
+    """Read one JSON file as an object. Raises ConfigError, which calls it `name`.
+
+    Args: is_hjson: it may have comments, trailing commas and keys without quotes, as DeepSpeed reads its files.
+    """
+    text = read_text(path, name)
+    try:
+        tree = _parse_hjson(text) if is_hjson else parse_json(text)
+    except ValueError as error:
+        raise ConfigError(f"{name} {path} {error}; correct it.") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{name} {path} must hold a JSON object, not {type(tree).__name__}.")
+    return tree
+
+
+def _parse_hjson(text: str) -> Any:
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        import hjson  # of DeepSpeed; few files need it
+
+        try:
+            return _parsed(text, hjson.loads)
+        except (ValueError, LookupError, TypeError):  # it reads beyond the end of a text that is cut off
+            raise error from None  # its message is the plainer one
 
 
 def conform(value: Any, shape: Any) -> Any:
@@ -101,6 +136,8 @@ def _fields(cls: type) -> Any:
 
 @cache
 def _adapter(shape: Any) -> TypeAdapter[Any]:
+    from pydantic import TypeAdapter  # takes time, which a refused configuration does not need
+
     return TypeAdapter(shape)
 
 

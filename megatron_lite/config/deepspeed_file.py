@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.common.errors import ConfigError
-from data_utils.common.setting_files import load_hjson, shown
+from data_utils.common.setting_files import shown
 from data_utils.common.settings import build, merge, nest
+from data_utils.common.untrusted import load_json
 from megatron_lite.config.deepspeed_keys import option_class
 from megatron_lite.config.deepspeed_sorting import COMMENTS, SortedOptions, ignored_keys, sort_options
 from megatron_lite.config.schedule import ScheduleConfig
@@ -48,7 +49,7 @@ def with_deepspeed(
     problems: list[str] = []
     ignored: list[str] = []
     if path is not None:
-        file_options, typed = load_hjson(path, "DeepSpeed configuration"), overrides.get("deepspeed") or {}
+        file_options, typed = load_json(path, "DeepSpeed configuration", is_hjson=True), overrides.get("deepspeed") or {}
         ignored = ignored_keys(file_options)
         file_options = {key: value for key, value in file_options.items() if key not in ignored}
         problems = list(_contradictions(file_options, typed, "deepspeed."))
@@ -489,4 +490,4 @@ def _default(setting: str) -> Any:
 
 def _default_range(setting: str) -> str:
     name, _, key = setting.partition(".")
-    return ", ".join(_DEFAULTS[name].__dataclass_fields__[key].metadata["range"].one_of)  # type: ignore[attr-defined]
+    return ", ".join(_DEFAULTS[name].__dataclass_fields__[key].metadata["one_of"])  # type: ignore[attr-defined]

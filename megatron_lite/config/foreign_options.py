@@ -124,6 +124,6 @@ def _refusal(settings: Sequence[str]) -> str:
             tree = parse_override(text)
         except ConfigError as error:
             return str(error).rstrip(".")
-        for _, sentence in wrong_settings(Config, tree, "", Config):
+        for sentence in wrong_settings(Config, tree).values():
             return sentence.rstrip(".")
     return ""

