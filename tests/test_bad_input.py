@@ -75,7 +75,7 @@ def test_training_is_refused_with_one_line(settings, corpus, tmp_path, kind):
         (["--checkpoint", "absent", "--input", "absent.txt"], "absent.txt: No such file"),
         (
             ["--checkpoint", "absent", "--strategy", "beam", "--num-beams", "100000"],
-            "it must be in [1, 1024]",
+            "it must be at least 1 and at most 1024",
         ),
         (
             ["--checkpoint", "absent", "--top-p", "0.9"],

@@ -139,7 +139,7 @@ def parse_override_value(text: str) -> Any:
     value = parse_yaml(text)
     node = yaml.compose(text, _Loader)
     rest = text if node is None else text[node.end_mark.index :]
-    if node is not None and text.strip()[0] in "&%!" or text.strip().startswith("---"):
+    if (node is not None and text.strip()[0] in "&%!") or text.strip().startswith("---"):
         raise ValueError(f"{text.strip()[0]} would not be part of the value")
     if not rest.strip():
         return value

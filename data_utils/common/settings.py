@@ -31,13 +31,10 @@ from data_utils.common.setting_files import MAX_DEPTH, parse_override_value, sho
 REQUIRED: Any = dataclasses.MISSING
 T = TypeVar("T")
 Hint = Any  # the type of a setting
-_ENDS = {
-    "at_least": "ge",
-    "above": "gt",
-    "at_most": "le",
-    "below": "lt",
-}  # of a range, as pydantic names them
+# Of a range, as pydantic names them.
+_ENDS = {"at_least": "ge", "above": "gt", "at_most": "le", "below": "lt"}
 _WHOLE = {"ge": -(2**63), "lt": 2**63}  # ends of numbers without a range; larger ones would overflow later
+_TYPES = {"bool_type": "true or false", "list_type": "a list", "dict_type": "a mapping"}  # in our words
 _HERE = "\0"  # in a sentence: the key, which its author does not know
 # What YAML 1.1 reads as true and false, and 1.2 as text.
 _SWITCHES = {"yes": True, "on": True, "no": False, "off": False}
@@ -107,7 +104,10 @@ def range_text(field: dataclasses.Field) -> str:
 Presets = tuple[str, Mapping[str, Mapping[str, Any]]]
 
 
-def checked(name: str, presets: Presets = ("", {})) -> Callable[[type[T]], type[T]]:
+_NO_PRESETS: Presets = ("", {})
+
+
+def checked(name: str, presets: Presets = _NO_PRESETS) -> Callable[[type[T]], type[T]]:
     """Class decorator, below `@dataclass`: values are checked before the section's own `__post_init__`.
 
     Args:
@@ -121,11 +121,11 @@ def checked(name: str, presets: Presets = ("", {})) -> Callable[[type[T]], type[
         def __post_init__(self: Any) -> None:
             given = (field for field in dataclasses.fields(self) if "inline" not in field.metadata)
             try:
-                _validator(type(self)).validate_python(
+                _validator(self.__class__).validate_python(
                     {field.name: getattr(self, field.name) for field in given}
                 )
             except ValidationError as error:
-                raise _refusal(error, type(self), f"{name}." if name else "") from None
+                raise _refusal(error, self.__class__, f"{name}." if name else "") from None
             if own_checks is not None:
                 own_checks(self)
 
@@ -137,7 +137,9 @@ def checked(name: str, presets: Presets = ("", {})) -> Callable[[type[T]], type[
     return decorate
 
 
-_hints = functools.cache(typing.get_type_hints)
+@functools.cache
+def _hints(cls: type) -> dict[str, Hint]:
+    return typing.get_type_hints(cls)
 
 
 def fields_by_key(cls: type) -> dict[str, dataclasses.Field]:
@@ -210,8 +212,8 @@ def value_schema(
     ends = {_ENDS[name]: value for name, value in limits.get("ends", {}).items()}
     one_of = core.literal_schema(list(limits["one_of"])) if limits.get("one_of") else None
     if hint is int:
-        number = core.int_schema(strict=True, **{**_WHOLE, **ends})
-        return core.no_info_before_validator_function(_whole_number, one_of or number)
+        whole = core.int_schema(strict=True, **{**_WHOLE, **ends})
+        return core.no_info_before_validator_function(_whole_number, one_of or whole)
     if hint is float:
         number = core.float_schema(strict=True, allow_inf_nan=False, **ends)
         return core.no_info_before_validator_function(_number, number)
@@ -267,7 +269,7 @@ def _section(hint: Hint, value: Any) -> Any:
     if isinstance(value, typing.cast(type, hint)):
         return value
     if not isinstance(value, Mapping):
-        raise PydanticCustomError("section", "Input should be a section with its keys")
+        raise PydanticCustomError("section", "Input should be a section")
     try:
         return _construct(typing.cast(type, hint), value)
     except ConfigError as error:
@@ -279,11 +281,12 @@ def _section(hint: Hint, value: Any) -> Any:
 def _construct(cls: type, tree: Mapping[str, Any]) -> Any:
     """Raises: ValidationError for wrong keys and values, ConfigError for what the section itself refuses."""
     fields = fields_by_key(cls)
-    key, presets = getattr(cls, "presets", ("", {}))
+    key, presets = getattr(cls, "presets", _NO_PRESETS)
     chosen = tree.get(key)
     preset = presets[chosen] if isinstance(chosen, str) and chosen in presets else {}
     # The error names the keys that are missing in a section that is missing.
-    empty = {key: {} for key, field in fields.items() if is_required(field) and section_in(_hints(cls)[key])}
+    needed = (key for key, field in fields.items() if is_required(field) and section_in(_hints(cls)[key]))
+    empty: dict[str, Any] = {key: {} for key in needed}
     given = {**empty, **preset, **{str(key): value for key, value in tree.items()}}
     values: dict[str, Any] = {}
     for key, value in _validator(cls).validate_python(given).items():
@@ -344,32 +347,47 @@ def _refusal(error: ValidationError, cls: type, path: str, is_whole: bool = True
 
 def _sentence(found: Any, cls: type, place: str) -> str:
     """One mistake in words."""
-    kind, value, holder, field = found["type"], found["input"], cls, None
-    for key in (part for part in found["loc"] if isinstance(part, str)):
-        if field is not None:
-            hint = _type_of(holder, key_before, field)
-            holder = next(
-                inner for inner in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(inner)
-            )
-        field, key_before = fields_by_key(holder).get(key), key
+    kind, value = found["type"], found["input"]
+    names = [part for part in found["loc"] if isinstance(part, str)]
+    holder = functools.reduce(_section_below, names[:-1], cls)
+    field = fields_by_key(holder).get(names[-1])
     if field is None:
-        return _unknown_key(place, key_before, value, holder, cls)
+        return _unknown_key(place, names[-1], value, holder, cls)
     if kind == "rule":
         return found["ctx"]["sentence"].replace(_HERE, place)
     if kind == "missing":
-        override = (
-            "" if "[" in place else f" or as {place}=VALUE"
-        )  # an override cannot name an item of a list
+        # An override cannot name an item of a list.
+        override = "" if "[" in place else f" or as {place}=VALUE"
         return f"{place} is required ({field.metadata['help'].rstrip('.')}); set it in a file{override}."
     reason = field.metadata.get("left_out", {}).get(value) if isinstance(value, str) else None
     why = f" ({reason})" if reason else ""
     is_range = not kind.endswith(("type", "section", "text", "finite_number")) and range_text(field)
-    rule = is_range or found["msg"].removeprefix("Input should be ")
+    rule = is_range or _TYPES.get(kind) or found["msg"].removeprefix("Input should be ")
     rule += ", or null" if field.default is None else ""
     rule += "; put quotes around it" if kind == "string_type" and value is not None else ""
+    if kind in ("list_type", "section"):
+        hint = _type_of(holder, names[-1], field)
+        rule += f"; write {_form(typing.get_args(hint)[0] if place.endswith(']') else hint)}"
     is_example = is_range and field.default not in (None, REQUIRED)
     example = f"; the default is {to_yaml_scalar(field.default)}" if is_example else ""
     return f"{place} is {shown(value)}{why}; it must be {rule}{example}."
+
+
+def _section_below(cls: type, key: str) -> type:
+    hint = _type_of(cls, key, fields_by_key(cls)[key])
+    inner = next(each for each in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(each))
+    return typing.cast(type, inner)
+
+
+def _form(hint: Hint) -> str:
+    """How a value of a type is written: `[{prefix: ...}]` for a list of sections with a required key."""
+    if typing.get_origin(hint) is tuple:
+        return f"[{_form(typing.get_args(hint)[0])}]"
+    cls = section_in(hint)
+    required = (
+        [f"{key}: ..." for key, field in fields_by_key(cls).items() if is_required(field)] if cls else []
+    )
+    return f"{{{', '.join(required)}}}" if required else "its keys" if cls else "..."
 
 
 def _unknown_key(place: str, key: str, value: Any, holder: type, root: type) -> str:
@@ -383,7 +401,7 @@ def _unknown_key(place: str, key: str, value: Any, holder: type, root: type) -> 
     close = [place.removesuffix(key) + name for name in difflib.get_close_matches(key, known, n=1)]
     for nearest in (*elsewhere, *close):
         return f"{written}; the nearest valid key is {nearest}."
-    return f"{written}; valid keys here are {shorten(', '.join(sorted(known)) or 'none', 600)}."
+    return f"{written}; valid keys here are {shorten(', '.join(sorted(known)) or 'none', 200)}."
 
 
 class Emptied(dict[str, Any]):

@@ -49,7 +49,8 @@ def with_deepspeed(
     problems: list[str] = []
     ignored: list[str] = []
     if path is not None:
-        file_options, typed = load_json(path, "DeepSpeed configuration", is_hjson=True), overrides.get("deepspeed") or {}
+        file_options = load_json(path, "DeepSpeed configuration", is_hjson=True)
+        typed = overrides.get("deepspeed") or {}
         ignored = ignored_keys(file_options)
         file_options = {key: value for key, value in file_options.items() if key not in ignored}
         problems = list(_contradictions(file_options, typed, "deepspeed."))

@@ -411,7 +411,7 @@ def test_unknown_keys_are_not_hidden_in_lists_of_all_keys(tmp_path):
     message = str(error.value)
     for name in ("deepspeed.general", "deepspeed.hooks", "deepspeed.deepspeed"):
         assert f"unknown setting {name}" in message
-    assert "remove it" in message and len(message) < 600
+    assert "nearest valid key" in message and len(message) < 1000
 
 
 @pytest.mark.parametrize("key", ["backend", "disable_fused_adam", "launched_by"])
@@ -495,13 +495,13 @@ WRONG_OPTIONS = {
     "deepspeed.zero_optimization.reduce_bucket_sise=auto": "nearest valid key",
     "deepspeed.1=2": "unknown setting deepspeed.1;",
     "deepspeed.zero_optimization.reduce_bucket_size=0": "reduce_bucket_size is 0; it must be at least 1",
-    "deepspeed.zero_optimization.overlap_comm=1": "overlap_comm must be true or false, not 1",
-    "deepspeed.zero_optimization=[1]": "deepspeed.zero_optimization is a section, but its value is [1]",
-    "deepspeed.flops_profiler=true": "deepspeed.flops_profiler is a section, but its value is True",
-    "deepspeed.wall_clock_breakdown='often'": "wall_clock_breakdown must be true or false, not 'often'",
+    "deepspeed.zero_optimization.overlap_comm=1": "overlap_comm is 1; it must be true or false",
+    "deepspeed.zero_optimization=[1]": "deepspeed.zero_optimization is [1]; it must be a section",
+    "deepspeed.flops_profiler=true": "deepspeed.flops_profiler is True; it must be a section",
+    "deepspeed.wall_clock_breakdown='often'": "wall_clock_breakdown is 'often'; it must be true or false",
     "deepspeed.steps_per_print=0": "deepspeed.steps_per_print is 0; it must be at least 1",
     "deepspeed.communication_data_type=fp8": "is 'fp8'; it must be one of fp32, fp16, bf16",
-    "deepspeed.gradient_clipping=[1]": "deepspeed.gradient_clipping must be a finite number, not [1]",
+    "deepspeed.gradient_clipping=[1]": "deepspeed.gradient_clipping is [1]; it must be a valid number",
     "deepspeed.optimizer={type: AdamW}": "deepspeed.optimizer corresponds to the section optimizer",
 }
 
@@ -552,7 +552,7 @@ def test_a_block_of_another_form_is_one_line(tmp_path, section, key, value):
 
 @pytest.mark.parametrize("text", ['{"a": 1, "a": 1}', "{a: 1\n a: 2}"])
 def test_a_key_given_twice_is_refused(tmp_path, text):
-    with pytest.raises(ConfigError, match="'a' appears twice"):
+    with pytest.raises(ConfigError, match="is not valid JSON"):
         with_json(tmp_path, text)
 
 

@@ -18,6 +18,7 @@ from support.remedies import advised
 from support.rules import RULES
 
 from data_utils.common.errors import ConfigError
+from data_utils.common.settings import range_text
 from megatron_lite.config import deepspeed_options as deepspeed_module
 from megatron_lite.config import finetuning as finetuning_module
 from megatron_lite.config import lora as lora_module
@@ -47,7 +48,7 @@ def ranged_fields(cls: type) -> Iterator[tuple[type, dataclasses.Field]]:
     """Every setting with a range below `cls`, in items of lists as well, with its section."""
     hints = get_type_hints(cls)
     for hint, field in ((hints[field.name], field) for field in dataclasses.fields(cls)):
-        if field.metadata.get("range"):
+        if range_text(field):
             yield cls, field
         for nested in (hint, *get_args(hint)):
             if dataclasses.is_dataclass(nested):
@@ -62,9 +63,21 @@ RANGED = list(ranged_fields(Config))
 )
 def test_every_range_is_checked_in_a_section_made_in_code(section, field):
     required = [f for f in dataclasses.fields(section) if f.default is f.default_factory]
-    needed = {f.name: (getattr(f.metadata["range"], "one_of", ()) or (1,))[0] for f in required}
-    allowed = field.metadata["range"]
-    bad = next(value for value in (-1, 0, 2, 1e9, "none such") if value not in allowed)
+    needed = {f.name: (f.metadata["one_of"] or (1,))[0] for f in required}
+    allowed, ends = field.metadata["one_of"], field.metadata["ends"]
+    steps = {
+        "at_least": -1,
+        "above": 0,
+        "at_most": 1,
+        "below": 0,
+    }  # from an end of the range to the next value outside
+    bad = (
+        "none such"
+        if allowed and isinstance(allowed[0], str)
+        else 99
+        if allowed
+        else outside[next(iter(ends))]
+    )
     with pytest.raises(ConfigError, match=rf"\.{field.name} is .*; it must be "):
         section(**{**needed, field.name: bad})
 
@@ -80,8 +93,15 @@ def rule_lines(module: Any) -> dict[int, str]:
     return refusals
 
 
-def test_no_rule_lacks_a_test(tmp_path):
+def test_no_rule_lacks_a_test(tmp_path, monkeypatch):
     fired = set()
+
+    def made(error, *arguments):
+        # Where it is raised: pydantic passes a section's errors on without their frames.
+        fired.update((frame.filename, frame.lineno) for frame in traceback.extract_stack())
+        Exception.__init__(error, *arguments)
+
+    monkeypatch.setattr(ConfigError, "__init__", made)
     for action in [action for action, _ in RULES.values()] + [
         lambda case=case: case(tmp_path) for case in BAD_FILES
     ]:

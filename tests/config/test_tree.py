@@ -70,7 +70,7 @@ def test_the_defaults_are_complete_but_for_what_only_the_user_knows():
     ],
 )
 def test_a_corpus_without_its_key_is_told_the_form(override, form):
-    with pytest.raises(ConfigError, match=rf"data\.train.*'data/corpus_train'; write {form}"):
+    with pytest.raises(ConfigError, match=rf"data\.train.*'data/corpus_train'; .*write {form}"):
         tiny(override)
 
 
@@ -96,14 +96,11 @@ def test_wrong_settings_of_files_are_named_with_file_and_line(tmp_path):
         with pytest.raises(ConfigError) as error:
             load_config([base, more], ["training.steps=some"], deepspeed)
         message = str(error.value)
-        assert (
-            f"{base}:{line}: unknown setting lr; the nearest valid key is optimizer.lr: write optimizer:"
-            in message
-        )
-        assert f"{more}:2: training.seed must be a whole number" in message
+        assert f"{base}:{line}: unknown setting lr; the nearest valid key is optimizer.lr." in message
+        assert f"{more}:2: training.seed is 'many'; it must be " in message
         assert f"{more}:4: unknown setting optimizer.lr: in a file write optimizer: {{lr: 0.1}}." in message
-        assert f"{more}:5: optimizer.eps must be a finite number" in message
-        assert "training.steps must be a whole number, not 'some'" in message and f"{more}:3" not in message
+        assert f"{more}:5: optimizer.eps is 'x'; it must be " in message
+        assert "training.steps is 'some'; it must be " in message and f"{more}:3" not in message
         assert "\n" not in message
-    for key in ("gradient_clipping must", "fp16.hysteresis must", "zero_optimization.stage is 9"):
+    for key in ("gradient_clipping is 'x'", "fp16.hysteresis is 'y'", "zero_optimization.stage is 9"):
         assert f"deepspeed.{key}" in message

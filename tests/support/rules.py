@@ -69,13 +69,16 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over("model.num_attention_heads=5"),
         ("num_attention_heads (5)", "divide", "choose a divisor of 64"),
     ),
-    "dropout": (over("model.output_dropout=1"), ("model.output_dropout is 1.0", "in [0, 1)")),
+    "dropout": (over("model.output_dropout=1"), ("model.output_dropout is 1", "at least 0 and below 1")),
     "negative dropout": (
         over("model.attention_dropout=-.1"),
-        ("model.attention_dropout is -0.1", "in [0, 1)"),
+        ("model.attention_dropout is -0.1", "at least 0 and below 1"),
     ),
-    "shrink": (over("model.embedding_gradient_shrink=0"), ("embedding_gradient_shrink is 0.0", "in (0, 1]")),
-    "init": (over("model.init_std=0"), ("model.init_std is 0.0", "above 0", "default is 0.02")),
+    "shrink": (
+        over("model.embedding_gradient_shrink=0"),
+        ("embedding_gradient_shrink is 0", "above 0 and at most 1"),
+    ),
+    "init": (over("model.init_std=0"), ("model.init_std is 0", "above 0", "default is 0.02")),
     "epsilon": (over("model.layernorm_epsilon=-1e-5"), ("model.layernorm_epsilon is -1e-05", "above 0")),
     "vocab": (over("model.vocab_size=0"), ("model.vocab_size is 0", "at least 1, or null")),
     "activation": (
@@ -117,10 +120,10 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
             "model.positions learned_blocks",
         ),
     ),
-    "initial words": (over("model.init_words_std=0"), ("model.init_words_std is 0.0", "above 0", "or null")),
+    "initial words": (over("model.init_words_std=0"), ("model.init_words_std is 0", "above 0", "or null")),
     "initial positions": (
         over("model.init_positions_std=-1"),
-        ("model.init_positions_std is -1.0", "above 0", "or null"),
+        ("model.init_positions_std is -1", "above 0", "or null"),
     ),
     "one class": (over("model.sentence_classes=1"), ("model.sentence_classes is 1", "at least 2 classes")),
     "inner width": (
@@ -241,8 +244,11 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over("training.max_nonfinite_steps=0"),
         ("training.max_nonfinite_steps is 0", "at least 1"),
     ),
-    "seed": (over("training.seed=-1"), ("training.seed is -1", f"in [0, {2**63})")),
-    "large seed": (over(f"training.seed={2**63}"), (f"training.seed is {2**63}", f"in [0, {2**63})")),
+    "seed": (over("training.seed=-1"), ("training.seed is -1", f"at least 0 and below {2**63}")),
+    "large seed": (
+        over(f"training.seed={2**63}"),
+        (f"training.seed is {2**63}", f"at least 0 and below {2**63}"),
+    ),
     "precision": (over("training.precision=fp8"), ("training.precision is 'fp8'", "one of bf16, fp16, fp32")),
     "recompute": (
         over("training.recompute=some"),
@@ -378,7 +384,7 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "local base without local layers": (
         over("model.rotary_base_local=10"),
-        ("model.rotary_base_local is 10.0", "attention_window"),
+        ("model.rotary_base_local is 10", "attention_window"),
     ),
     "window and relative positions": (
         over("model.attention_window=64", "model.global_every=2", "model.relative=buckets"),
@@ -478,12 +484,15 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over("training.stop_after_step=101"),
         ("stop_after_step is 101", "at most training.steps (100)"),
     ),
-    "lr": (over("optimizer.lr=0"), ("optimizer.lr is 0.0", "above 0")),
-    "beta": (over("optimizer.beta2=1"), ("optimizer.beta2 is 1.0", "in [0, 1)")),
-    "decay": (over("optimizer.weight_decay=-1"), ("optimizer.weight_decay is -1.0", "at least 0")),
+    "lr": (over("optimizer.lr=0"), ("optimizer.lr is 0", "above 0")),
+    "beta": (over("optimizer.beta2=1"), ("optimizer.beta2 is 1", "at least 0 and below 1")),
+    "decay": (over("optimizer.weight_decay=-1"), ("optimizer.weight_decay is -1", "at least 0")),
     "schedule": (over("schedule.kind=step"), ("schedule.kind is 'step'", "one of cosine, linear, constant")),
     "warmup": (over("schedule.warmup_steps=-1"), ("schedule.warmup_steps is -1", "at least 0")),
-    "floor": (over("schedule.min_lr_ratio=1.5"), ("schedule.min_lr_ratio is 1.5", "in [0, 1]")),
+    "floor": (
+        over("schedule.min_lr_ratio=1.5"),
+        ("schedule.min_lr_ratio is 1.5", "at least 0 and at most 1"),
+    ),
     "decay_steps": (
         over("schedule.decay_steps=10", "schedule.warmup_steps=10"),
         ("schedule.decay_steps (10)", "larger than schedule.warmup_steps (10)"),
@@ -508,7 +517,7 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over("data.train=[{prefix: a, decoder_prefix: b}]"),
         ("data.train[0].decoder_prefix is b", "but decoder_tokenizer is null", "or the prefix to null"),
     ),
-    "weight": (over("data.train=[{prefix: a, weight: -1}]"), ("data.train[0].weight is -1.0", "at least 0")),
+    "weight": (over("data.train=[{prefix: a, weight: -1}]"), ("data.train[0].weight is -1", "at least 0")),
     "two units of shares": (
         over("data.train=[{prefix: a, tokens: 0.3}, {prefix: b, weight: 1}]"),
         ("data.train[0] sets tokens and data.train[1] weight", "tokens in all of the list", "weight alone"),
@@ -527,7 +536,7 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "no epochs": (
         over("data.train=[{prefix: a, max_epochs: 0}]"),
-        ("data.train[0].max_epochs is 0.0", "above 0"),
+        ("data.train[0].max_epochs is 0", "above 0"),
     ),
     "epochs of validation": (
         over("data.validation=[{prefix: a, max_epochs: 2}, {prefix: b}]"),
@@ -621,7 +630,7 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
             )
         ),
     ),
-    "peak": (over("run.peak_tflops=0"), ("run.peak_tflops is 0.0", "above 0, or null")),
+    "peak": (over("run.peak_tflops=0"), ("run.peak_tflops is 0", "above 0, or null")),
     "sentinels": (
         over("blank_infilling.sentinel_first=200"),
         ("sentinel_first (200)", "below 400", "model.vocab_size is 300", "lower one of them"),
@@ -690,7 +699,7 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "deepspeed section": (
         over("deepspeed.fp16=true"),
-        ("deepspeed.fp16 is a section, but its value is True", "write its keys"),
+        ("deepspeed.fp16 is True; it must be a section", "write its keys"),
     ),
     "deepspeed refused": (
         over("deepspeed.bf16.check_grad_overflow=false"),
