@@ -71,13 +71,9 @@ def test_every_range_is_checked_in_a_section_made_in_code(section, field):
         "at_most": 1,
         "below": 0,
     }  # from an end of the range to the next value outside
-    bad = (
-        "none such"
-        if allowed and isinstance(allowed[0], str)
-        else 99
-        if allowed
-        else outside[next(iter(ends))]
-    )
+    bad = 99 if allowed and isinstance(allowed[0], int) else "none such"
+    for name, value in ends.items():
+        bad = value + steps[name]
     with pytest.raises(ConfigError, match=rf"\.{field.name} is .*; it must be "):
         section(**{**needed, field.name: bad})
 
