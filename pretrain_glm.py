@@ -10,6 +10,7 @@ import data_utils.common.entry  # noqa: F401
 # isort: split
 import argparse
 import difflib
+import json
 import logging
 import os
 import re
@@ -33,7 +34,7 @@ from megatron_lite.checkpoint.resolve_path import check_output_directory, resolv
 from megatron_lite.config.attention import require_package
 from megatron_lite.config.foreign_options import explain_options, with_deepspeed_file
 from megatron_lite.config.sections import CheckpointConfig
-from megatron_lite.config.tree import Config, load_config, require_validation
+from megatron_lite.config.tree import Config, load_config, require_validation, settings_schema
 from megatron_lite.parallel.launch import Launch, is_first_of_node, prepare_environment
 from megatron_lite.parallel.rendezvous import Rendezvous
 from megatron_lite.runtime.control import RunControl
@@ -80,6 +81,9 @@ def parse_arguments() -> argparse.Namespace:
         help="accepted for compatibility; training always uses DeepSpeed. With a FILE it is --deepspeed_config",
     )
     add("--local_rank", type=int, help="set by the launcher")
+    add(
+        "--schema", action=_Schema, nargs=0, help="print a JSON Schema of the settings, for editors, and stop"
+    )
     add("--print-config", action="store_true", help="print the resolved configuration and stop")
     add(
         "--dry-run",
@@ -130,6 +134,14 @@ class _Help(argparse.Action):
         else:
             nearest = difflib.get_close_matches(value.partition(".")[0], settings, n=1, cutoff=0)[0]
             raise ConfigError(f"--help {value}: there is no such section; the nearest is {nearest}.")
+        sys.exit(0)
+
+
+class _Schema(argparse.Action):
+    """--schema: of all settings, objectives of installed packages among them."""
+
+    def __call__(self, *arguments: Any) -> None:
+        print(json.dumps(settings_schema(), indent=1))
         sys.exit(0)
 
 

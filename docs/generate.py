@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator
@@ -24,7 +25,7 @@ from support import code_structure
 from data_utils.common.settings_listed import describe
 from megatron_lite.config.coming_from import sources
 from megatron_lite.config.deepspeed_keys import KEYS, Policy
-from megatron_lite.config.tree import Config
+from megatron_lite.config.tree import Config, settings_schema
 from megatron_lite.hf.files.left_out import BUFFERS, OTHER_CLASS_TENSORS
 from megatron_lite.hf.published.systems import PUBLISHED, SYSTEMS_BY_NAME
 from megatron_lite.runtime.changes import resume_rule
@@ -345,6 +346,11 @@ def _with_table(text: str, marks: tuple[str, str], lines: list[str]) -> str:
     return "\n".join([text[:before], *lines, text[text.index(marks[1], before) :]])
 
 
+def schema() -> str:
+    """What pretrain_glm.py --schema prints."""
+    return f"{json.dumps(settings_schema(), indent=1)}\n"
+
+
 PAGES = {
     "settings.md": settings,
     "api.md": api,
@@ -352,6 +358,7 @@ PAGES = {
     "huggingface.md": huggingface,
     "huggingface_systems.md": huggingface_systems,
     "coming_from.md": coming_from,
+    "../configs/settings.schema.json": schema,
 }
 
 

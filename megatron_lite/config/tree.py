@@ -7,6 +7,7 @@ tree. Derived values are properties, so that nothing is stored twice.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -257,12 +258,27 @@ def load_config(
     return config
 
 
+def settings_schema() -> dict[str, Any]:
+    """JSON Schema of a file of settings."""
+    from data_utils.common.settings_schema import json_schema  # few starts need it
+
+    description = (
+        "Settings of a run for pretrain_glm.py and scripts/finetune.py. All are in docs/settings.md."
+    )
+    return json_schema(Config, "Settings of GLM and its relatives", description)
+
+
 def setting_locations(files: Iterable[str | Path]) -> dict[str, str]:
     """Dotted keys of files -> `FILE:LINE: ` of the last file that has them."""
     locations: dict[str, str] = {}
     for file in map(yaml_path, files):
         if file.is_file():  # a pipe cannot be read again
-            locations |= {key: f"{file}:{line}: " for key, line in setting_lines(file).items()}
+            lines = setting_lines(file)
+            lists = tuple(
+                {f"{key.partition('[')[0]}[" for key in lines if "[" in key}
+            )  # each replaces the whole list
+            kept = {key: place for key, place in locations.items() if not key.startswith(lists)}
+            locations = kept | {key: f"{file}:{line}: " for key, line in lines.items()}
     return locations
 
 
@@ -275,10 +291,17 @@ def with_locations(
     """
     overridden = {key for key, _ in leaves(typed)}
     problems = {
-        key: sentence if key in overridden else f"{locations.get(key, '')}{sentence}"
+        key: sentence if key in overridden else f"{_location(locations, key)}{sentence}"
         for key, sentence in error.problems.items()
     }
     return SettingsError(problems, error.rest)
+
+
+def _location(locations: Mapping[str, str], key: str) -> str:
+    """Where a key is, or the section that lacks it."""
+    while key and key not in locations:
+        key = re.sub(r"(^|\.)[^.\[]*$|\[\d+\]$", "", key)
+    return locations.get(key, "")
 
 
 def require_objectives(tree: Mapping[str, Any], program: Mapping[str, Any] | None = None) -> None:
