@@ -289,12 +289,13 @@ def _construct(cls: type, tree: Mapping[str, Any]) -> Any:
     empty: dict[str, Any] = {key: {} for key in needed}
     given = {**empty, **preset, **{str(key): value for key, value in tree.items()}}
     values: dict[str, Any] = {}
-    for key, value in _validator(cls).validate_python(given).items():
+    validated = _validator(cls).validate_python(given)
+    for key in given:  # in their order, which in a mapping of sections may mean something
         # Sections of objectives are keys of the file's top level, but one field of the tree holds them by name.
         if "inline" in fields[key].metadata:
-            values.setdefault(fields[key].name, {})[key] = value
+            values.setdefault(fields[key].name, {})[key] = validated[key]
         else:
-            values[key] = value
+            values[key] = validated[key]
     return cls(**values)
 
 

@@ -217,7 +217,11 @@ BAD = {
     "zero 3": (("parallel.zero_stage=3",), {}, "parallel.zero_stage is 3 with several tasks (votes, share)"),
     "language": (("finetune.lm_weight=0.5",), {}, "finetune.lm_weight is 0.5 with several tasks"),
     "a pool": (("model.task_pool=concat",), {}, "model.task_pool is concat with several tasks"),
-    "alpha": (("finetune.tasks_alpha=2",), {}, "finetune.tasks_alpha is 2.0; it must be in [0, 1]"),
+    "alpha": (
+        ("finetune.tasks_alpha=2",),
+        {},
+        "finetune.tasks_alpha is 2; it must be at least 0 and at most 1",
+    ),
     "no task": (("tasks=[3, {}]",), {}, "tasks has 3; each must be a file with a section task"),
     "heads alone": (("model.task_heads=['a:values:0']", "tasks=[]"), {}, "model.task_heads is"),
 }

@@ -143,7 +143,7 @@ def test_free_text_is_taken_of_a_task_only(directory):
         ({"training": {"tf32": True}}, "config.training.tf32 is no part"),
         ({"optimizer": {"kernel": "apex"}}, "config.optimizer.kernel is no part"),
         ({"optimus": {"encoder_from": CANARY}}, "config.optimus.encoder_from is no part"),
-        ({"model": {"num_layers": "2"}}, "model.num_layers must be a whole number, not '2'"),
+        ({"model": {"num_layers": "2"}}, "model.num_layers is '2'; it must be a valid integer"),
         ({"objectives": {"masked_lm": True}}, "config.objectives says masked_lm"),
         ({"batch": [1]}, "config.batch says in all"),
         (

@@ -121,7 +121,7 @@ MISTAKES = {
     "typo": (["optimizer.lrr=1"], {}, "setting optimizer.lrr; the nearest valid key is optimizer.lr."),
     "other section": (["training.lr=1"], {}, "setting training.lr; the nearest valid key is optimizer.lr."),
     "no value": (["optimizer.lr"], {}, "'optimizer.lr' must have the form section.key=value"),
-    "wrong type": (["training.steps=many"], {}, "training.steps must be a whole number, not 'many'"),
+    "wrong type": (["training.steps=many"], {}, "training.steps is 'many'; it must be a valid integer"),
     "dashes": (["--training.steps=3"], {}, "write settings as section.key=value, without dashes"),
     "rule": (["training.precision=fp8"], {}, "training.precision is 'fp8'; it must be one of"),
     "second file": (

@@ -152,8 +152,8 @@ def test_a_vocabulary_that_lacks_its_tokens_is_refused(words, missing):
         ({"free_bits": -0.1}, "optimus.free_bits is -0.1; it must be at least 0"),
         ({"beta": -1.0}, "optimus.beta is -1.0; it must be at least 0"),
         ({"cycles": 0}, "optimus.cycles is 0; it must be at least 1"),
-        ({"zero_share": -0.5}, "optimus.zero_share is -0.5; it must be in"),
-        ({"rise_share": 1.5}, "optimus.rise_share is 1.5; it must be in"),
+        ({"zero_share": -0.5}, "optimus.zero_share is -0.5; it must be at least 0"),
+        ({"rise_share": 1.5}, "optimus.rise_share is 1.5; it must be at least 0 and at most 1"),
         (
             {"zero_share": 0.75, "rise_share": 0.5},
             r"zero_share \+ optimus.rise_share is 1.25; the sum must be at most 1",
