@@ -99,6 +99,11 @@ def test_an_optimizer_refuses_what_it_does_not_read(trained):
     assert trained[0]["optimizer"]["error"].startswith("optimizer.eps is 0.01, but optimizer.kind lion")
 
 
+def test_a_published_system_is_imported_with_its_proof_and_exported(trained):
+    found = trained[0]["published system"]
+    assert found["equal"] and "argmax agreement 100.00%" in found["proof"]
+
+
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_diff_whose_context_is_gone_is_named(tool, tmp_path):
     file = tmp_path / "a.py"

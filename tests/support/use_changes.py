@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import tempfile
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -76,10 +77,34 @@ def lion() -> dict:
     }
 
 
+def published_system(directory: Path) -> dict:
+    """A random model of transformers' class, imported with its proof and exported again."""
+    import torch
+    from transformers import Data2VecTextConfig, Data2VecTextForMaskedLM
+
+    from megatron_lite.hf.export import ExportOptions, export_run
+    from megatron_lite.hf.importing import import_directory
+
+    (directory / "vocab.txt").write_text("\n".join(["[CLS]", "[PAD]", "[SEP]", "[UNK]", "[MASK]", *"abcdef"]))
+    tree = {"tokenizer": {"kind": "bert_wordpiece", "path": str(directory / "vocab.txt")}}
+    sizes = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
+    torch.manual_seed(0)
+    more = {"vocab_size": 20, "max_position_embeddings": 42, "type_vocab_size": 1}
+    model = Data2VecTextForMaskedLM(Data2VecTextConfig(**sizes, **more))
+    model.save_pretrained(directory / "theirs")
+    proof = import_directory(directory / "theirs", directory / "ours", tree)
+    export_run(directory / "ours", directory / "back", ExportOptions())
+    again = Data2VecTextForMaskedLM.from_pretrained(directory / "back")
+    pairs = zip(model.state_dict().values(), again.state_dict().values(), strict=True)
+    return {"proof": str(proof), "equal": all(torch.equal(*pair) for pair in pairs)}
+
+
 def main() -> None:
     copy, settings = sys.argv[1:]
     sys.path[:1] = [copy, str(TESTS)]
     found = {"training": train(json.loads(settings)), "optimizer": lion()}
+    with tempfile.TemporaryDirectory() as directory:
+        found["published system"] = published_system(Path(directory))
     print(f"\n{json.dumps(found)}")
 
 
