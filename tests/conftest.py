@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ signal.signal(
 )  # Ctrl-C is pytest's, whatever entry points are imported
 gpus.hide()
 remedies.listen()
+os.environ.pop("PYTEST_ADDOPTS", None)  # options of this pytest, not of those that tests start
 
 # A busy machine may take its time over one example.
 hypothesis.settings.register_profile("project", deadline=None)

@@ -49,7 +49,7 @@ _BUILD_ENTRY = re.compile(r"shard-\d{6,}(\.[0-9a-f]{32})?|plan\.json(\.partial)?
 class _Plan(TypedDict):
     """The fields of a plan that are read; the others are only compared."""
 
-    inputs: NotRequired[list[Annotated[list[Any], Field(min_length=1)]] | None]
+    inputs: NotRequired[list[Annotated[list[str | int | float | None], Field(min_length=1)]] | None]
 
 
 class BuildDirectory:

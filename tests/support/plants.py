@@ -243,7 +243,7 @@ DROPOUT = (
         "recomputation draws other dropout than the forward pass",
         "megatron_lite/model/kernels/dropout.py",
         "        return FeatureDropout(self.keys, int(salts(len(self.salts) - 1)[layer, SITES.index(site)]), p)",
-        "        seen = self.__dict__.setdefault('seen', [])\n        seen.append(place)\n"
+        "        seen = self.__dict__.setdefault('seen', [])\n        seen.append(site)\n"
         "        salt = int(salts(len(self.salts) - 1)[layer, SITES.index(site)])\n"
         "        return FeatureDropout(self.keys, salt ^ len(seen), p)",
         (
