@@ -198,7 +198,7 @@ def train(config: Config, launch: Launch, rendezvous: Rendezvous, notes: Iterabl
         require_apex(config)
     require_package(config)
     if launch.rank == 0 and config.trackers.is_used:
-        from megatron_lite.metrics.trackers import require_trackers
+        from megatron_lite.telemetry.trackers import require_trackers
 
         require_trackers(config.trackers)
     if config.tokenizer is None:
@@ -255,11 +255,11 @@ def train_with(
     from data_utils.loader.loader import open_datasets
     from megatron_lite.engine.engine import memory_advice
     from megatron_lite.engine.plain import make_engine
-    from megatron_lite.model.build import model_spec
     from megatron_lite.parallel.context import ParallelContext
     from megatron_lite.runtime.process import agree_with_ranks, run_with_ranks
     from megatron_lite.train.resume import check_beginning, keep_task_rows
     from megatron_lite.train.trainer import Trainer
+    from megatron_lite.transformer.build import model_spec
 
     watchdog.at("checking the checkpoint to begin with")
     check_beginning(config)  # before corpora are copied and the model is built, which takes minutes

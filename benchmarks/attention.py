@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """What attention costs: per objective the plan's kernels compared with one dense masked kernel, and each kernel alone.
 
-The second table has the three kernels of megatron_lite/model/attention_backends/cpu_kernels.py, casts included, and the
-one that a plan takes, for calls of [batch, heads, tokens, head size] in which every query sees every key.
+The second table has the three kernels of megatron_lite/transformer/attention_backends/cpu_kernels.py, casts
+included, and the one that a plan takes, for calls of [batch, heads, tokens, head size] in which every query sees
+every key.
 
 Rows come from each objective's own Examples, filled with one document or packed with documents as long as those of a
 real corpus. A step is forward and backward of one layer. Times are medians of rounds in which both plans take turns.
@@ -44,14 +45,14 @@ from data_utils.common.memory import keep_freed_memory
 from data_utils.loader.loader import collate
 from data_utils.objectives import OBJECTIVES, make_one
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD
-from megatron_lite.model.attention_backends.cpu_kernels import (
+from megatron_lite.transformer.attention_backends.cpu_kernels import (
     CPU_KERNELS,
     CpuKernel,
     choose_cpu_kernel,
 )
-from megatron_lite.model.attention_backends.plan import plan_attention
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.kernels.compat import widens
+from megatron_lite.transformer.attention_backends.plan import plan_attention
+from megatron_lite.transformer.batch import Batch
+from megatron_lite.transformer.kernels.compat import widens
 
 SHAPES = ("32,4,136,32", "4,4,136,32", "1,16,568,64", "4,16,512,64", "1,16,2048,64")
 HEAD_DIM = 64

@@ -29,13 +29,20 @@ from data_utils.common.errors import ArgumentParser, ConfigError, run_command
 from data_utils.common.setting_files import one_line
 from megatron_lite.config.attention import IMPLEMENTATIONS, Capability
 from megatron_lite.config.model import ACTIVATIONS
-from megatron_lite.model.attention_backends.blocks import BlockPlan
-from megatron_lite.model.attention_backends.layout import make_layout, may_see
-from megatron_lite.model.attention_backends.varlen import VarlenLaunch
-from megatron_lite.model.kernels import cross_entropy, fused, rule_attention
-from megatron_lite.model.kernels import qkv_heads as heads
-from megatron_lite.model.kernels.dropout import FeatureDropout, drop, hash_pairs, is_kept, salts, token_keys
-from megatron_lite.model.kernels.varlen_kernels import use_attention, varlen_kernel
+from megatron_lite.transformer.attention_backends.blocks import BlockPlan
+from megatron_lite.transformer.attention_backends.layout import make_layout, may_see
+from megatron_lite.transformer.attention_backends.varlen import VarlenLaunch
+from megatron_lite.transformer.kernels import cross_entropy, fused, rule_attention
+from megatron_lite.transformer.kernels import qkv_heads as heads
+from megatron_lite.transformer.kernels.dropout import (
+    FeatureDropout,
+    drop,
+    hash_pairs,
+    is_kept,
+    salts,
+    token_keys,
+)
+from megatron_lite.transformer.kernels.varlen_kernels import use_attention, varlen_kernel
 
 TOLERANCE = 2.0**-7  # of the largest number: results are rounded to bf16 once, and so are torch's inputs
 EPSILON, P = 1e-5, 0.1

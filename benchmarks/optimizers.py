@@ -33,9 +33,9 @@ from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import Engine
 from megatron_lite.engine.plain import make_engine
-from megatron_lite.model.batch import Batch
 from megatron_lite.parallel.context import initialize
 from megatron_lite.parallel.launch import Launch
+from megatron_lite.transformer.batch import Batch
 
 KINDS = ("adamw", "lamb", "stable_adamw", "adafactor", "muon")
 EMA = {"decay": 0.999, "interval": 1}

@@ -42,11 +42,11 @@ from data_utils.common.settings import build  # noqa: E402
 from megatron_lite.config.sections import ParallelConfig  # noqa: E402
 from megatron_lite.config.tree import Config  # noqa: E402
 from megatron_lite.engine.plain import make_engine  # noqa: E402
-from megatron_lite.metrics.peak_flops import known_peak_tflops  # noqa: E402
-from megatron_lite.model.batch import Batch  # noqa: E402
-from megatron_lite.model.flops import step_flops  # noqa: E402
 from megatron_lite.parallel.context import ParallelContext, initialize  # noqa: E402
 from megatron_lite.parallel.launch import Launch  # noqa: E402
+from megatron_lite.telemetry.peak_flops import known_peak_tflops  # noqa: E402
+from megatron_lite.transformer.batch import Batch  # noqa: E402
+from megatron_lite.transformer.flops import step_flops  # noqa: E402
 
 DEFAULT_LAYOUTS = [
     "1x1x1", "1x1x1+selective", "1x1x1+full", "1x1x2", "1x1x2+zero2", "1x1x2+zero3", "1x1x2+offload", "2x1x1",

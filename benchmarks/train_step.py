@@ -42,15 +42,15 @@ from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfilling
 from data_utils.tokenizers.special_tokens import SpecialTokens
 from data_utils.tokenizers.vocabulary import Vocabulary
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.metrics.peak_flops import known_peak_tflops
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.flops import step_flops
-from megatron_lite.model.init import initialize_parameters
-from megatron_lite.model.lengths import builds_kernels, few_lengths
-from megatron_lite.model.loss import cross_entropy
-from megatron_lite.model.micro_batch import MicroBatch
-from megatron_lite.model.tensor_parallel import linear
-from megatron_lite.model.transformer import GLM
+from megatron_lite.telemetry.peak_flops import known_peak_tflops
+from megatron_lite.transformer.batch import Batch
+from megatron_lite.transformer.flops import step_flops
+from megatron_lite.transformer.init import initialize_parameters
+from megatron_lite.transformer.lengths import builds_kernels, few_lengths
+from megatron_lite.transformer.loss import cross_entropy
+from megatron_lite.transformer.micro_batch import MicroBatch
+from megatron_lite.transformer.tensor_parallel import linear
+from megatron_lite.transformer.transformer import Transformer
 
 SEQUENCE_LENGTH = 512
 VOCAB_SIZE = 30524  # BERT's WordPiece with sop and eop
@@ -135,7 +135,7 @@ def glm_variants(
     config: ModelConfig, samples: int, dtype: torch.dtype, device: torch.device, batches: int = 1
 ) -> list[Variant]:
     """Ours, and the same weights with a dense mask and logits on every row. Args: batches: that take turns."""
-    model = GLM(config)
+    model = Transformer(config)
     initialize_parameters(model.named_parameters(), config, seed=1)
     model.to(device, dtype)
     made = [make_batch(samples, number) for number in range(batches)]
@@ -274,7 +274,7 @@ def matmul_variants(dtype: torch.dtype, device: torch.device) -> list[Variant]:
 
 def optimizer_variant(config: ModelConfig, device: torch.device) -> Variant:
     """AdamW on fp32 weights of the model's size, the engine's optimizer without DeepSpeed."""
-    model = GLM(config).to(device)
+    model = Transformer(config).to(device)
     initialize_parameters(model.named_parameters(), config, seed=1)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for parameter in model.parameters():

@@ -37,9 +37,9 @@ from data_utils.common.setting_files import shown
 from data_utils.common.untrusted import conform
 from megatron_lite.checkpoint.manifest import checkpoints_at_steps, checkpoints_in, list_checkpoints
 from megatron_lite.checkpoint.resolve_path import PathType, check_output_directory, path_type, resolve_run
-from megatron_lite.metrics.writer import record_rewind
 from megatron_lite.runtime.lease import held
 from megatron_lite.runtime.run_state import read_run_state
+from megatron_lite.telemetry.writer import record_rewind
 
 if TYPE_CHECKING:  # imports torch, which takes seconds: functions import it after the arguments are checked
     from megatron_lite.checkpoint.manifest import Checkpoint

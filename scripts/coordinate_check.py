@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_lite.engine.engine import Engine
-    from megatron_lite.model.batch import Batch
     from megatron_lite.parallel.context import ParallelContext
+    from megatron_lite.transformer.batch import Batch
 
 WAYS = {"standard": False, "muP": True}
 Changes = dict[str, list[float]]  # "block 1", ..., "logits" -> mean size of the change at each width
@@ -62,7 +62,7 @@ def outputs(engine: Engine, batch: Batch) -> dict[str, torch.Tensor]:
     """The outputs of blocks and head for a batch, without dropout."""
     import torch
 
-    from megatron_lite.model.fused_block import Residual, materialize
+    from megatron_lite.transformer.fused_block import Residual, materialize
 
     model: Any = engine.model  # type: ignore[attr-defined]
     found: dict[str, torch.Tensor] = {}
@@ -98,7 +98,7 @@ def changes(context: ParallelContext, config: Config, steps: int) -> dict[str, f
     from data_utils.objectives import LOSS_NAMES
     from megatron_lite.engine.plain import make_engine
     from megatron_lite.estimate.batches import random_batches
-    from megatron_lite.model.attention_choice import set_attention
+    from megatron_lite.transformer.attention_choice import set_attention
 
     batches = random_batches(config, steps)
     set_attention(config, context.device)

@@ -154,7 +154,7 @@ def measure_validation(
     """The validation losses of pretraining runs, a line for all corpora and for each."""
     from megatron_lite.inference.open_run import open_run
     from megatron_lite.inference.validation import one_process, validation_losses
-    from megatron_lite.metrics.reports import validation_line
+    from megatron_lite.telemetry.reports import validation_line
 
     if arguments.predictions or arguments.plot or arguments.batch:
         raise ConfigError(

@@ -47,7 +47,7 @@ from data_utils.tokenizers.special_tokens import NO_TOKEN, SpecialTokens
 from data_utils.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from data_utils.tokenizers.vocabulary import Vocabulary, vocabulary_of
 from megatron_lite.config.tree import Config, load_config
-from megatron_lite.model.attention_backends.layout import allowed
+from megatron_lite.transformer.attention_backends.layout import allowed
 
 ROLE_NAMES = ("cls", "sep", "mask", "smask", "gmask", "sop", "eop", "eos", "pad", "unk", "dblock")
 SENTENCES = LOSS_NAMES.index("reconstruction")

@@ -21,10 +21,10 @@ from pathlib import Path
 from data_utils.common.errors import ArgumentParser, ConfigError, DataError, run_command
 from data_utils.common.files import require_writable, write_whole
 from megatron_lite.checkpoint.resolve_path import resolve_run
-from megatron_lite.metrics.records import read_metrics
 from megatron_lite.report.page import MAX_RUNS, page
 from megatron_lite.report.run import read_run, read_unigram
 from megatron_lite.runtime.heartbeats import heartbeat_directory, read_heartbeats
+from megatron_lite.telemetry.records import read_metrics
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 

@@ -145,7 +145,7 @@ def emulated_kernel(monkeypatch):
     from support.attention import EmulatedKernel
 
     monkeypatch.setattr(
-        "megatron_lite.model.attention_backends.varlen.varlen_kernel", lambda dtype: EmulatedKernel
+        "megatron_lite.transformer.attention_backends.varlen.varlen_kernel", lambda dtype: EmulatedKernel
     )
     monkeypatch.setattr(EmulatedKernel, "calls", 0)
     return EmulatedKernel

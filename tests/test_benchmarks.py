@@ -30,15 +30,15 @@ from data_utils.dataset.writer import IndexedDatasetWriter
 from data_utils.objectives import OBJECTIVES
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import load_config, require_validation
-from megatron_lite.model import loss as lm_loss
-from megatron_lite.model.attention_backends.cpu_kernels import CPU_KERNELS
-from megatron_lite.model.attention_backends.layout import make_layout
-from megatron_lite.model.attention_backends.plan import plan_attention
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.flops import parameter_count
-from megatron_lite.model.init import initialize_parameters
-from megatron_lite.model.micro_batch import MicroBatch
-from megatron_lite.model.transformer import GLM
+from megatron_lite.transformer import loss as lm_loss
+from megatron_lite.transformer.attention_backends.cpu_kernels import CPU_KERNELS
+from megatron_lite.transformer.attention_backends.layout import make_layout
+from megatron_lite.transformer.attention_backends.plan import plan_attention
+from megatron_lite.transformer.batch import Batch
+from megatron_lite.transformer.flops import parameter_count
+from megatron_lite.transformer.init import initialize_parameters
+from megatron_lite.transformer.micro_batch import MicroBatch
+from megatron_lite.transformer.transformer import Transformer
 
 CPU = torch.device("cpu")
 
@@ -108,7 +108,7 @@ def test_glm_variants_compute_the_same_loss_and_gradients(small_shapes):
     for variant in variants:
         variant.step()
         model = variant.step.__closure__  # the step holds its model
-        (module,) = [c.cell_contents for c in model if isinstance(c.cell_contents, GLM)]
+        (module,) = [c.cell_contents for c in model if isinstance(c.cell_contents, Transformer)]
         gradients.append({name: p.grad.clone() for name, p in module.named_parameters()})
     for name in gradients[0]:
         # fp32 sums in another order: 1e-6 of the largest gradient is a few units in the last place.
@@ -338,7 +338,7 @@ def test_checkpoint_times_every_way_and_all_bring_the_state_back(tmp_path, deeps
 
 
 def rule(doc, order, grp, q, k):
-    """May q look at k? The sentence in megatron_lite/model/attention_backends/layout.py, one pair at a time."""
+    """May q look at k? The sentence in megatron_lite/transformer/attention_backends/layout.py, one pair at a time."""
     key_time = order[k] if order[k] >= 0 else float("inf")
     query_bound = order[q] if order[q] >= 0 else -order[q] - 1
     return doc[q] == doc[k] >= 0 and (key_time <= query_bound or grp[q] == grp[k] != 0)
@@ -389,7 +389,7 @@ def test_dropping_padding_changes_nothing(dtype):
     batch[1, [ORD, GRP], 100:] = 0
     batch[1, 4, 100:] = 0  # weights
     config = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=30524)
-    model = GLM(config)
+    model = Transformer(config)
     initialize_parameters(model.named_parameters(), model.config, 1)
     model.to(dtype).eval()
     results = []

@@ -26,7 +26,7 @@ def test_the_model_imports_nothing_of_the_data_but_the_common_package():
     others = {
         f"{name} imports {other}"
         for name in graph
-        if name.startswith("megatron_lite.model.")
+        if name.startswith("megatron_lite.transformer.")
         for other in graph[name]
         if other.startswith("data_utils.") and not other.startswith("data_utils.common.")
     }

@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.step_trace.record import place
 from benchmarks.step_trace.trace import Case, Steps, fake_rank
 from megatron_lite.estimate.batches import random_batches
-from megatron_lite.model import cuda_graphs as graphs
-from megatron_lite.model import fused_block
-from megatron_lite.model.fused_block import FusedParameters
-from megatron_lite.model.micro_batch import MicroBatch
+from megatron_lite.transformer import cuda_graphs as graphs
+from megatron_lite.transformer import fused_block
+from megatron_lite.transformer.fused_block import FusedParameters
+from megatron_lite.transformer.micro_batch import MicroBatch
 
 _SEARCHED = 24  # batches, among which two are of one length
 Note = tuple[str, str, tuple[Any, ...]]  # operation, place in the code, numbers and tensors

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from benchmarks.step_trace.record import Recorder
 from megatron_lite.estimate.gpus import Gpu
-from megatron_lite.model import cuda_graphs as graphs
+from megatron_lite.transformer import cuda_graphs as graphs
 
 
 class _Stub:

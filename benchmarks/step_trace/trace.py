@@ -33,12 +33,12 @@ from megatron_lite.engine.engine import Engine
 from megatron_lite.estimate.batches import random_batches
 from megatron_lite.estimate.gpus import gpu_named
 from megatron_lite.estimate.sizes import RankGroup
-from megatron_lite.model import build as models
-from megatron_lite.model.kernels.fused import choose_kernels
-from megatron_lite.model.kernels.varlen_kernels import use_attention
-from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.parallel.context import ParallelContext, initialize
 from megatron_lite.parallel.launch import Launch
+from megatron_lite.transformer import build as models
+from megatron_lite.transformer.kernels.fused import choose_kernels
+from megatron_lite.transformer.kernels.varlen_kernels import use_attention
+from megatron_lite.transformer.micro_batch import MicroBatch
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

@@ -32,7 +32,7 @@ from datatrove.utils.logging import logger
 from datatrove.utils.stats import PipelineStats
 
 import data_utils
-from data_utils.cleaning.stages import Stage, WorkFolders
+from data_utils.cleaning.stages import CleaningStage, WorkFolders
 from data_utils.common.errors import ConfigError, DataError, UserError
 from data_utils.common.files import disk_errors
 from data_utils.common.processes import begin_worker, submit
@@ -162,7 +162,7 @@ class SlurmTasks(WithoutSecrets, SlurmPipelineExecutor):
         pass
 
 
-def run_stage(stage: Stage, folders: WorkFolders, execution: Execution, job_name: str) -> None:
+def run_stage(stage: CleaningStage, folders: WorkFolders, execution: Execution, job_name: str) -> None:
     """Run the tasks of a stage that are not complete.
 
     Raises: UserError of a task; DataError if a task failed otherwise or was killed, with the log that says why.
@@ -198,7 +198,7 @@ def run_stage(stage: Stage, folders: WorkFolders, execution: Execution, job_name
 
 
 def _make_executor(
-    stage: Stage, folders: WorkFolders, execution: Execution, job_name: str
+    stage: CleaningStage, folders: WorkFolders, execution: Execution, job_name: str
 ) -> PipelineExecutor:
     tasks, workers, logs = stage.tasks, min(execution.workers, stage.tasks), folders.logs(stage.name)
     Path(logs).mkdir(parents=True, exist_ok=True)

@@ -62,7 +62,7 @@ _HASH = HashConfig(precision=64, hash_fc="sha1")
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class CleaningStage:
     """A pipeline and the number of its tasks."""
 
     name: str
@@ -111,7 +111,7 @@ def removal_steps(recipe: Recipe, decontaminates: bool) -> list[str]:
     return [*names, "near_duplicates"] if recipe.near_duplicates is not None else names
 
 
-def make_stages(recipe: Recipe, inputs: Inputs, folders: WorkFolders, tasks: int) -> list[Stage]:
+def make_stages(recipe: Recipe, inputs: Inputs, folders: WorkFolders, tasks: int) -> list[CleaningStage]:
     """The stages, in order; each begins when all tasks of the one before it are done."""
     words = word_tokenizer(recipe)
     output = CleanText(str(folders.output / "text"), recipe.fields, folders.counts("written"))
@@ -119,13 +119,13 @@ def make_stages(recipe: Recipe, inputs: Inputs, folders: WorkFolders, tasks: int
     read = CorpusReader(ranges, inputs.reading, recipe.field_names, folders.counts("read"))
     first = [read, *_filters(recipe, inputs.evaluation, folders, words)]
     if not (recipe.exact_duplicates or recipe.near_duplicates):
-        return [Stage("filter", tasks, [*first, output])]
+        return [CleaningStage("filter", tasks, [*first, output])]
     first.append(JsonlWriter(folders.data("filtered"), compression="zstd"))
     stages, without_exact, without_near = [], [], []
     if recipe.exact_duplicates:
         first.append(ExactDedupSignature(folders.data("exact_signatures"), _exact_config()))
         find = ExactFindDedups(folders.data("exact_signatures"), folders.data("exact"), _exact_config())
-        stages.append(Stage("exact", 1, [find]))
+        stages.append(CleaningStage("exact", 1, [find]))
         without_exact = [ExactDedupFilter(folders.data("exact"), _exact_config())]
     if recipe.near_duplicates is not None:
         pipeline = [_filtered(folders), *without_exact]
@@ -139,7 +139,7 @@ def make_stages(recipe: Recipe, inputs: Inputs, folders: WorkFolders, tasks: int
         removed = _removed("exact_duplicates", folders)
         without_exact = [ExactDedupFilter(folders.data("exact"), _exact_config(), removed)]
     last = [_filtered(folders), *without_exact, *without_near, output]
-    return [Stage("filter", tasks, first), *stages, Stage("write", tasks, last)]
+    return [CleaningStage("filter", tasks, first), *stages, CleaningStage("write", tasks, last)]
 
 
 def _filters(
@@ -207,11 +207,11 @@ def _near(
     documents: list[PipelineStep],
     tasks: int,
     words: WordTokenizer,
-) -> list[Stage]:
+) -> list[CleaningStage]:
     """Args: documents: the steps that give the documents to compare."""
     config = minhash_config(rules)
     sign = MinhashDedupSignature(folders.data("signatures"), config, language=words)
-    stages = [Stage("signatures", tasks, [*documents, sign])]
+    stages = [CleaningStage("signatures", tasks, [*documents, sign])]
     index = None
     if inputs.held_out:
         index = folders.data("index")
@@ -221,8 +221,8 @@ def _near(
         sign = MinhashDedupSignature(signatures, config, language=words)
         build = MinhashBuildIndex(signatures, index, "held_out", config)
         stages += [
-            Stage("held_out", tasks, [read, sign]),
-            Stage("index", rules.num_buckets, [build]),
+            CleaningStage("held_out", tasks, [read, sign]),
+            CleaningStage("index", rules.num_buckets, [build]),
         ]
     pairs: Any = MinhashDedupBuckets(
         folders.data("signatures"), folders.data("pairs"), index, config, only_dedup_in_index=False
@@ -231,4 +231,8 @@ def _near(
         folders.data("pairs"), folders.data("clusters"), config, save_cluster_id=True
     )
     find = FindGroups(folders.data("clusters"), folders.counts("groups"))
-    return [*stages, Stage("buckets", rules.num_buckets, [pairs]), Stage("clusters", 1, [groups, find])]
+    return [
+        *stages,
+        CleaningStage("buckets", rules.num_buckets, [pairs]),
+        CleaningStage("clusters", 1, [groups, find]),
+    ]

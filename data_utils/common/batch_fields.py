@@ -9,7 +9,7 @@ Transformer and its attention see only these arrays, not the objective:
     targets             the label of each token, 0 where the weight is 0
     weights             loss weight, 0.0 = no loss (float32 bits in the int32 field)
     doc                 number of the packed document in the row, 0, 1, ...; padding has -1
-    ord                 signed order (see megatron_lite/model/attention_backends/layout.py)
+    ord                 signed order (see megatron_lite/transformer/attention_backends/layout.py)
     grp                 0, or a private group whose members see each other
     objective           number of the loss that the token belongs to (see losses.py)
     segment_ids         which of two texts a token belongs to, or which kind of model reads it (UniLM); else 0

@@ -58,7 +58,7 @@ def _value(hint: Hint, field: dataclasses.Field, definitions: dict[str, Any]) ->
         return {"anyOf": [_value(inner, field, definitions), {"type": "null"}]}
     if typing.get_origin(hint) is tuple:
         item = _value(inner, field, definitions)
-        if dataclasses.is_dataclass(inner):
+        if isinstance(inner, type) and dataclasses.is_dataclass(inner):
             item["required"] = [key for key, (_, each) in keys_of(inner).items() if is_required(each)]
         return {"type": "array", "items": item}
     if (cls := section_in(hint)) is not None:

@@ -70,8 +70,8 @@ class ObjectiveConfig(ABC):
     # data_utils/loader/sampler.py; None = nothing.
     token_annotation: str | None = None
     token_units_setting = "whole_words=false"  # makes the objective mask tokens instead of whole words
-    # The module whose MODEL_SPEC describes the model that the objective trains (megatron_lite/model/build.py); None =
-    # one Transformer.
+    # The module whose MODEL_SPEC describes the model that the objective trains
+    # (megatron_lite/transformer/build.py); None = one Transformer.
     model_module: str | None = None
     # With a model_module: the end of the sentence that tells a user why the run cannot be opened as one Transformer.
     own_model_advice: str | None = None

@@ -14,7 +14,7 @@ Segments are 0 for the first half and A, 1 for B, 2 for CLS; a SEP has the segme
 
 The first `memory_length` tokens of a chunk are the memory of the rest, as in XLNet's recurrence over segments: they see
 each other, are seen by all later tokens, predict nothing, have segment 0, and are read without a gradient
-(megatron_lite/model/transformer.py). The row described above follows at the next positions. A chunk shorter than
+(megatron_lite/transformer/transformer.py). The row described above follows at the next positions. A chunk shorter than
 2 * `memory_length` has no memory, so at least half of every text is trained.
 
 Differences: in a window of one chunk B always continues A. The memory is the text before in the same sample, read with

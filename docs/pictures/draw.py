@@ -27,8 +27,8 @@ from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfilling
 from data_utils.tokenizers.special_tokens import SpecialTokens
 from data_utils.tokenizers.vocabulary import Vocabulary
 from megatron_lite.checkpoint.shard_slices import flattened_ranges
-from megatron_lite.model.attention_backends.layout import allowed
-from megatron_lite.model.tensor_parallel import Partition
+from megatron_lite.transformer.attention_backends.layout import allowed
+from megatron_lite.transformer.tensor_parallel import Partition
 
 TEXT = ["the", "cat", "sat", "on", "the", "old", "mat"]
 SPANS, ORDER = [(1, 2), (4, 6)], [1, 0]  # "cat" and "the old"; part B begins with the second

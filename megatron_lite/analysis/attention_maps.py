@@ -19,10 +19,10 @@ from data_utils.tasks.templates.collate import collate
 from megatron_lite.analysis.words import Text
 from megatron_lite.inference.attention_probe import attention_weights
 from megatron_lite.inference.open_run import Run
-from megatron_lite.model.attention_backends.dense import DensePlan
-from megatron_lite.model.attention_backends.window import LayeredPlan
-from megatron_lite.model.micro_batch import MicroBatch
-from megatron_lite.model.task_batch import TaskBatch
+from megatron_lite.transformer.attention_backends.dense import DensePlan
+from megatron_lite.transformer.attention_backends.window import LayeredPlan
+from megatron_lite.transformer.micro_batch import MicroBatch
+from megatron_lite.transformer.task_batch import TaskBatch
 
 TOLERANCE = 1e-4  # of both outputs, relative to the largest value beyond 1
 

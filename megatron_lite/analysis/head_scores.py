@@ -26,9 +26,9 @@ from megatron_lite.finetune.evaluation import Evaluation, Model
 from megatron_lite.finetune.setup import Task
 from megatron_lite.finetune.writing import writer
 from megatron_lite.inference.open_run import OpenRun, Run
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.transformer.batch import Batch
+from megatron_lite.transformer.micro_batch import MicroBatch
 
 
 class HeadScorer(Protocol):

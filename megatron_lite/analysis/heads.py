@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from megatron_lite.model.attention_backends.interface import EncoderDecoderPlan
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.micro_batch import MicroBatch, prepare
-from megatron_lite.model.transformer import GLM
+from megatron_lite.transformer.attention_backends.interface import EncoderDecoderPlan
+from megatron_lite.transformer.batch import Batch
+from megatron_lite.transformer.micro_batch import MicroBatch, prepare
+from megatron_lite.transformer.transformer import Transformer
 
 
 class Head(NamedTuple):
@@ -38,7 +38,7 @@ class Examples:
     owner: np.ndarray
 
 
-def projections(model: GLM) -> dict[str, nn.Module]:
+def projections(model: Transformer) -> dict[str, nn.Module]:
     """The output projections of attention, by group: "layer 3", "decoder 0", "cross 0".
 
     Blocks that share weights have one group, that of the first block.
@@ -55,13 +55,13 @@ def projections(model: GLM) -> dict[str, nn.Module]:
     return groups
 
 
-def all_heads(model: GLM) -> list[Head]:
+def all_heads(model: Transformer) -> list[Head]:
     count = model.config.num_attention_heads
     return [Head(group, number) for group in projections(model) for number in range(count)]
 
 
 def importance(
-    model: GLM, examples: Iterable[Examples], *, per_token: bool = False
+    model: Transformer, examples: Iterable[Examples], *, per_token: bool = False
 ) -> dict[str, torch.Tensor]:
     """Mean absolute derivative of the loss by each head's gate: group -> fp64 [heads], nats.
 
@@ -88,7 +88,7 @@ def importance(
     return {name: total.cpu() / counts[name] for name, total in sums.items()}
 
 
-def loss_sum(model: GLM, micro_batch: MicroBatch) -> torch.Tensor:
+def loss_sum(model: Transformer, micro_batch: MicroBatch) -> torch.Tensor:
     """The sum of the losses of a micro-batch, nats: of a task, or of its tokens."""
     if micro_batch.extra_inputs is not None:
         return model(micro_batch)[0]
@@ -132,7 +132,7 @@ def _gated(
 
 
 @contextlib.contextmanager
-def without(model: GLM, heads: Iterable[Head]) -> Iterator[None]:
+def without(model: Transformer, heads: Iterable[Head]) -> Iterator[None]:
     """Context in which the model lacks these heads."""
     kept = {head: _columns(model, head).clone() for head in heads}
     remove(model, kept)
@@ -145,13 +145,13 @@ def without(model: GLM, heads: Iterable[Head]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def remove(model: GLM, heads: Iterable[Head]) -> None:
+def remove(model: Transformer, heads: Iterable[Head]) -> None:
     """Set the heads' columns of the output projections to 0."""
     for head in heads:
         _columns(model, head).zero_()
 
 
-def _columns(model: GLM, head: Head) -> torch.Tensor:
+def _columns(model: Transformer, head: Head) -> torch.Tensor:
     """The columns of a head's output projection, [D, head size], a view."""
     size = model.config.head_size
     weight = cast(torch.Tensor, projections(model)[head.group].weight)
@@ -161,7 +161,7 @@ def _columns(model: GLM, head: Head) -> torch.Tensor:
 Score = Callable[[], float]  # higher is better
 
 
-def ablated(model: GLM, score: Score, heads: Sequence[Head]) -> dict[Head, float]:
+def ablated(model: Transformer, score: Score, heads: Sequence[Head]) -> dict[Head, float]:
     """The score without each head alone."""
     scores = {}
     for head in heads:
@@ -170,7 +170,7 @@ def ablated(model: GLM, score: Score, heads: Sequence[Head]) -> dict[Head, float
     return scores
 
 
-def alone(model: GLM, score: Score, heads: Sequence[Head]) -> dict[Head, float]:
+def alone(model: Transformer, score: Score, heads: Sequence[Head]) -> dict[Head, float]:
     """The score with each head as the only one of its group."""
     scores = {}
     for head in heads:
@@ -179,7 +179,7 @@ def alone(model: GLM, score: Score, heads: Sequence[Head]) -> dict[Head, float]:
     return scores
 
 
-def greedy(model: GLM, score: Score, count: int) -> list[tuple[Head, float]]:
+def greedy(model: Transformer, score: Score, count: int) -> list[tuple[Head, float]]:
     """Remove `count` heads one by one, each time the head whose removal costs least.
 
     Returns: the heads in that order, each with the score after its removal.
@@ -227,7 +227,7 @@ def lowest(
 
 
 def prune(
-    model: GLM,
+    model: Transformer,
     importances: dict[str, torch.Tensor],
     count: int,
     step: int,

@@ -20,8 +20,8 @@ from data_utils.tasks.templates.heads_input import FORMS, head_document, overhea
 from data_utils.tasks.templates.input_formats import choose_input_format
 from data_utils.tasks.templates.inputs import Inputs
 from megatron_lite.inference.open_run import OpenRun, Run
-from megatron_lite.model.micro_batch import MicroBatch
-from megatron_lite.model.task_batch import TaskBatch
+from megatron_lite.transformer.micro_batch import MicroBatch
+from megatron_lite.transformer.task_batch import TaskBatch
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 
 from megatron_lite.checkpoint.shard_slices import FlattenedRange, flattened_ranges
-from megatron_lite.model.tensor_parallel import Partition
 from megatron_lite.parallel.collectives import Group
+from megatron_lite.transformer.tensor_parallel import Partition
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ from megatron_lite.checkpoint.verify import (
     require_found,
     verify_checkpoint,
 )
-from megatron_lite.model.tensor_parallel import whole_shape
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.transformer.tensor_parallel import whole_shape
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

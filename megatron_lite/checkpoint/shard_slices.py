@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # it loads torch, which commands that only look at manifests do not need
-    from megatron_lite.model.tensor_parallel import Partition
+    from megatron_lite.transformer.tensor_parallel import Partition
 
 
 @dataclass(frozen=True, order=True)

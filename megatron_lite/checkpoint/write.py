@@ -35,8 +35,8 @@ from megatron_lite.checkpoint.manifest import (
 from megatron_lite.checkpoint.shard_slices import matrix_shape
 from megatron_lite.checkpoint.tensor_files import write_tensors
 from megatron_lite.checkpoint.verify import read_checkpoint, verify_checkpoint
-from megatron_lite.model.tensor_parallel import whole_shape
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.transformer.tensor_parallel import whole_shape
 
 log = logging.getLogger(__name__)
 # partial: never complete. deleted: its removal has begun. replaced: complete; its successor may not have its name yet.

@@ -13,7 +13,7 @@ from data_utils.common.settings import REQUIRED, check, checked, setting
 from megatron_lite.config.lora import LoraConfig, check_lora
 from megatron_lite.config.systems import FIXED, LEFT_OUT, SYSTEMS
 
-# Another one is also computed in model/kernels/fused.py and triton_kernels.py
+# Another one is also computed in transformer/kernels/fused.py and triton_kernels.py
 # and named in hf/files/system_table.py.
 ACTIVATIONS = ("gelu_tanh", "gelu_erf", "relu", "silu")
 NORMS = ("pre", "post", "deepnorm")

@@ -30,23 +30,6 @@ from megatron_lite.engine import nvidia_apex
 from megatron_lite.engine.deepspeed_engines import deepspeed_engine, quiet_deepspeed
 from megatron_lite.engine.parameter_groups import decays, make_adamw, parameter_groups, weight_decay
 from megatron_lite.engine.zero3 import Zero3
-from megatron_lite.model.attention_backends.plan import dense_reason
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.block import Block
-from megatron_lite.model.cuda_graphs import BlockGraphs
-from megatron_lite.model.embedding import PositionEmbeddings
-from megatron_lite.model.length_table import length_table
-from megatron_lite.model.lengths import builds_kernels, few_lengths
-from megatron_lite.model.micro_batch import MicroBatch, prepare
-from megatron_lite.model.tensor_parallel import (
-    ColumnParallelLinear,
-    Partition,
-    RowParallelLinear,
-    accumulate_in_backward,
-    is_partial,
-    partition_of,
-)
-from megatron_lite.model.trained_model import loss_measures
 from megatron_lite.optim.buckets import MOMENTS, Bucket, ParamGroup
 from megatron_lite.optim.ema import Averages
 from megatron_lite.optim.factory import element_state, make_optimizer
@@ -59,6 +42,23 @@ from megatron_lite.optim.lr_multipliers import (
 from megatron_lite.optim.sharded import Outcome, ShardedOptimizer
 from megatron_lite.parallel.collectives import SINGLE
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.transformer.attention_backends.plan import dense_reason
+from megatron_lite.transformer.batch import Batch
+from megatron_lite.transformer.block import Block
+from megatron_lite.transformer.cuda_graphs import BlockGraphs
+from megatron_lite.transformer.embedding import PositionEmbeddings
+from megatron_lite.transformer.length_table import length_table
+from megatron_lite.transformer.lengths import builds_kernels, few_lengths
+from megatron_lite.transformer.micro_batch import MicroBatch, prepare
+from megatron_lite.transformer.tensor_parallel import (
+    ColumnParallelLinear,
+    Partition,
+    RowParallelLinear,
+    accumulate_in_backward,
+    is_partial,
+    partition_of,
+)
+from megatron_lite.transformer.trained_model import loss_measures
 
 log = logging.getLogger(__name__)
 

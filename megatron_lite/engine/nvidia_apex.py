@@ -115,7 +115,7 @@ def use_layernorm(module: nn.Module, device: torch.device) -> None:
     import torch
     import torch.nn.functional as F
 
-    from megatron_lite.model.norms import LayerNorm
+    from megatron_lite.transformer.norms import LayerNorm
 
     try:
         kernel: Any = importlib.import_module("apex.normalization.fused_layer_norm").fused_layer_norm_affine

@@ -11,9 +11,9 @@ from torch import nn
 from megatron_lite.config.sections import OptimizerConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine import nvidia_apex
-from megatron_lite.model.build import model_spec
 from megatron_lite.optim.lr_multipliers import NO_MULTIPLIERS, LrMultipliers
 from megatron_lite.optim.uncompiled import AdamW
+from megatron_lite.transformer.build import model_spec
 
 
 def parameter_groups(

@@ -29,19 +29,20 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.deepspeed_engines import quiet_deepspeed
 from megatron_lite.engine.engine import SHARED_BY_STAGES, Engine, StepResult
-from megatron_lite.model.attention_backends.interface import EncoderDecoderPlan
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.block import Block
-from megatron_lite.model.embedding import PositionEmbeddings
-from megatron_lite.model.encoder_decoder import (
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.transformer.attention_backends.interface import EncoderDecoderPlan
+from megatron_lite.transformer.batch import Batch
+from megatron_lite.transformer.block import Block
+from megatron_lite.transformer.embedding import PositionEmbeddings
+from megatron_lite.transformer.encoder_decoder import (
     DecoderBlock,
     DecoderContext,
     DecoderEmbedding,
     encoder_decoder_contexts,
     encoder_layernorm,
 )
-from megatron_lite.model.flops import layer_costs
-from megatron_lite.model.forward_context import (
+from megatron_lite.transformer.flops import layer_costs
+from megatron_lite.transformer.forward_context import (
     BeforeBlock,
     ForwardContext,
     detached_memory,
@@ -50,15 +51,14 @@ from megatron_lite.model.forward_context import (
     order_by_rank,
     with_bias,
 )
-from megatron_lite.model.fused_block import Hidden, Residual, materialize
-from megatron_lite.model.init import initialize_parameters
-from megatron_lite.model.lm_head import Heads
-from megatron_lite.model.loss import ChunkedLogits, loss_logits, sum_losses
-from megatron_lite.model.micro_batch import MicroBatch
-from megatron_lite.model.norms import final_layernorm
-from megatron_lite.model.position_bias import Table, relative_tables
-from megatron_lite.model.tensor_parallel import TensorParallel, VocabParallelEmbedding
-from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.transformer.fused_block import Hidden, Residual, materialize
+from megatron_lite.transformer.init import initialize_parameters
+from megatron_lite.transformer.lm_head import Heads
+from megatron_lite.transformer.loss import ChunkedLogits, loss_logits, sum_losses
+from megatron_lite.transformer.micro_batch import MicroBatch
+from megatron_lite.transformer.norms import final_layernorm
+from megatron_lite.transformer.position_bias import Table, relative_tables
+from megatron_lite.transformer.tensor_parallel import TensorParallel, VocabParallelEmbedding
 
 _HeadOutputs = tuple[torch.Tensor, torch.Tensor]  # the vectors that predict tokens, class logits
 _Logits = tuple[torch.Tensor | ChunkedLogits, torch.Tensor]  # of tokens, of classes

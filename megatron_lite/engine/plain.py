@@ -8,14 +8,14 @@ import torch
 
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import Engine, StepResult
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.build import build_model
-from megatron_lite.model.micro_batch import MicroBatch
-from megatron_lite.model.task_batch import TaskBatch
-from megatron_lite.model.tensor_parallel import TensorParallel
-from megatron_lite.model.transformer import GLM
 from megatron_lite.optim.lr_multipliers import LrMultipliers
 from megatron_lite.parallel.context import Mpu, ParallelContext
+from megatron_lite.transformer.batch import Batch
+from megatron_lite.transformer.build import build_model
+from megatron_lite.transformer.micro_batch import MicroBatch
+from megatron_lite.transformer.task_batch import TaskBatch
+from megatron_lite.transformer.tensor_parallel import TensorParallel
+from megatron_lite.transformer.transformer import Transformer
 
 
 class PlainEngine(Engine):
@@ -43,10 +43,10 @@ class PlainEngine(Engine):
         self._buffer = torch.empty(0, dtype=torch.int32, device=context.device)
 
     @property
-    def model(self) -> GLM:
+    def model(self) -> Transformer:
         """The model with the weights of the last step, where it is one Transformer."""
         self._zero.wait_for_weights()
-        assert isinstance(self._model, GLM)
+        assert isinstance(self._model, Transformer)
         return self._model
 
     def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:

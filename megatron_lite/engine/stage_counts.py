@@ -11,26 +11,26 @@ from megatron_lite.config.tree import Config
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageSize:
     """The layers and parameters of one pipeline stage."""
 
     blocks: int
     parameters: int  # on one rank
 
 
-def stages(config: Config) -> list[Stage]:
+def stages(config: Config) -> list[StageSize]:
     """The pipeline stages of a layout, in order. Parameters are counted on layers of the device "meta"."""
     import torch
     from torch import nn
 
-    from megatron_lite.model.block import stack
-    from megatron_lite.model.embedding import PositionEmbeddings
-    from megatron_lite.model.encoder_decoder import DecoderBlock, DecoderEmbedding, encoder_layernorm
-    from megatron_lite.model.lm_head import Heads
-    from megatron_lite.model.norms import final_layernorm
-    from megatron_lite.model.position_bias import relative_tables
-    from megatron_lite.model.tensor_parallel import TensorParallel, VocabParallelEmbedding
     from megatron_lite.parallel.collectives import Group
+    from megatron_lite.transformer.block import stack
+    from megatron_lite.transformer.embedding import PositionEmbeddings
+    from megatron_lite.transformer.encoder_decoder import DecoderBlock, DecoderEmbedding, encoder_layernorm
+    from megatron_lite.transformer.lm_head import Heads
+    from megatron_lite.transformer.norms import final_layernorm
+    from megatron_lite.transformer.position_bias import relative_tables
+    from megatron_lite.transformer.tensor_parallel import TensorParallel, VocabParallelEmbedding
 
     def count(module: nn.Module) -> int:
         return sum(parameter.numel() for parameter in module.parameters())
@@ -54,7 +54,7 @@ def stages(config: Config) -> list[Stage]:
         # The first and the last stage each have a copy of a tied word embedding.
         has_words = first or (last and model.tie_word_embeddings)
         total = sum(block_parameters[begin : begin + blocks]) + words * has_words
-        stages.append(Stage(blocks, total + tables + embedding * first + readout * last))
+        stages.append(StageSize(blocks, total + tables + embedding * first + readout * last))
         begin += blocks
     return stages
 
@@ -70,7 +70,7 @@ def _shares(model: ModelConfig, loss_share: float, size: int) -> tuple[tuple[int
     if size == 1:
         return ((layers, True, True),)
     from megatron_lite.engine.pipeline import stage_bounds  # imports DeepSpeed
-    from megatron_lite.model.flops import layer_costs
+    from megatron_lite.transformer.flops import layer_costs
 
     bounds = stage_bounds(layer_costs(model, loss_share), size)
     # Layers: words, positions, the blocks, final norm, words again.

@@ -18,15 +18,15 @@ from data_utils.common.batch_fields import OBJECTIVE
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.estimate.batches import random_batches
-from megatron_lite.model.attention_backends.blocks import BlockPlan
-from megatron_lite.model.attention_backends.dense import DensePlan
-from megatron_lite.model.attention_backends.layout import Layout
-from megatron_lite.model.attention_backends.plan import plan_stack
-from megatron_lite.model.attention_backends.varlen import VarlenPlan
-from megatron_lite.model.attention_backends.window import LayeredPlan
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.lengths import few_lengths
-from megatron_lite.model.loss_positions import find_loss_positions
+from megatron_lite.transformer.attention_backends.blocks import BlockPlan
+from megatron_lite.transformer.attention_backends.dense import DensePlan
+from megatron_lite.transformer.attention_backends.layout import Layout
+from megatron_lite.transformer.attention_backends.plan import plan_stack
+from megatron_lite.transformer.attention_backends.varlen import VarlenPlan
+from megatron_lite.transformer.attention_backends.window import LayeredPlan
+from megatron_lite.transformer.batch import Batch
+from megatron_lite.transformer.lengths import few_lengths
+from megatron_lite.transformer.loss_positions import find_loss_positions
 
 SAMPLED_SEQUENCES = 32  # at least; enough for means within about 2 %
 _CUDA = torch.device("cuda")

@@ -14,7 +14,7 @@ from data_utils.objectives.interface import DOCUMENT_OVERHEAD
 from data_utils.tokenizers.special_tokens import SpecialTokens
 from data_utils.tokenizers.vocabulary import Vocabulary
 from megatron_lite.config.tree import Config
-from megatron_lite.model.batch import Batch
+from megatron_lite.transformer.batch import Batch
 
 # Tokens of a document of the quickstart's corpus; lengths are log-normal.
 MEDIAN_DOCUMENT, MEAN_DOCUMENT = 440, 870

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from megatron_lite.estimate.gpus import Gpu
-from megatron_lite.estimate.parameters import Stage, buckets
+from megatron_lite.estimate.parameters import StageParameters, buckets
 from megatron_lite.estimate.sizes import RankGroup, Sizes
 from megatron_lite.optim.buckets import MOMENTS
 
@@ -35,7 +35,7 @@ class Traffic:
         self.milliseconds[group.name] += times * moved / self.gpu.ring_gbs(group.ranks) / 1e6  # type: ignore[assignment]
 
 
-def traffic(stage: Stage, sizes: Sizes, gpu: Gpu) -> Traffic:
+def traffic(stage: StageParameters, sizes: Sizes, gpu: Gpu) -> Traffic:
     """A whole step on the first rank of a pipeline stage."""
     found = Traffic(gpu)
     _tensor_parallel(found, stage, sizes)
@@ -47,7 +47,7 @@ def traffic(stage: Stage, sizes: Sizes, gpu: Gpu) -> Traffic:
     return found
 
 
-def _tensor_parallel(found: Traffic, stage: Stage, s: Sizes) -> None:
+def _tensor_parallel(found: Traffic, stage: StageParameters, s: Sizes) -> None:
     """Hidden states: at the end of each pair of a column- and a row-parallel product, and where it begins."""
     encoders, decoders = stage.block_counts(s.config.model.num_layers)
     passes, e = s.micro_batches, s.element
@@ -77,7 +77,7 @@ def _tensor_parallel(found: Traffic, stage: Stage, s: Sizes) -> None:
         found.add("all_reduce", s.losses * (12 + s.embedding * e), s.tp_group, passes)
 
 
-def _data_parallel(found: Traffic, stage: Stage, s: Sizes) -> None:
+def _data_parallel(found: Traffic, stage: StageParameters, s: Sizes) -> None:
     """Gradients are summed in fp32: at ZeRO 2 in each micro-batch, at ZeRO 1 once. New weights are gathered."""
     exchanges = s.micro_batches if s.config.parallel.zero_stage == 2 else 1
     for bucket in buckets(stage, s):
@@ -93,7 +93,7 @@ def _data_parallel(found: Traffic, stage: Stage, s: Sizes) -> None:
             found.add("scatter", max(2, s.element) * bucket.numbers / s.dp, group, 2)
 
 
-def _zero_3(found: Traffic, stage: Stage, s: Sizes) -> None:
+def _zero_3(found: Traffic, stage: StageParameters, s: Sizes) -> None:
     """Weights are gathered before their use, those beyond LIVE_PARAMETERS for the backward pass too."""
     again = max(0.0, 1 - LIVE_PARAMETERS / 2 / stage.numbers)
     trained = sum(parameter.numbers for parameter in stage.trained)

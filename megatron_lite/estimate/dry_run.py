@@ -25,7 +25,7 @@ from megatron_lite.estimate.step_estimate import (
     estimate,
     require_no_decoder_config,
 )
-from megatron_lite.model.build import model_spec
+from megatron_lite.transformer.build import model_spec
 
 _WIDTH, _INDENT = 116, 18  # columns of a line of the report, and of its continuation
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from megatron_lite.estimate.average_sequence import AttentionLaunch
 from megatron_lite.estimate.communication import LIVE_PARAMETERS
-from megatron_lite.estimate.parameters import Stage, buckets
+from megatron_lite.estimate.parameters import StageParameters, buckets
 from megatron_lite.estimate.sizes import Sizes
-from megatron_lite.model.cuda_graphs import MOST_SHAPES, RESULTS
+from megatron_lite.transformer.cuda_graphs import MOST_SHAPES, RESULTS
 
 STAGE_3_BUCKET = (
     500_000_000  # numbers of DeepSpeed's buffer for gradients at ZeRO 3, unless reduce_bucket_size is set
@@ -36,7 +36,7 @@ class PeakMemory:
         return sum(vars(self).values())
 
 
-def peak_memory(stage: Stage, stage_index: int, s: Sizes) -> PeakMemory:
+def peak_memory(stage: StageParameters, stage_index: int, s: Sizes) -> PeakMemory:
     weights, gradients, optimizer = _state(stage, s)
     block_buckets, vocabulary_bucket = _exchanged_buckets(stage, s)
     saved = sum(_saved(s, is_decoder) * count for is_decoder, count in _blocks(stage, s))
@@ -69,7 +69,7 @@ def peak_memory(stage: Stage, stage_index: int, s: Sizes) -> PeakMemory:
     return PeakMemory(weights, gradients, optimizer, saved, rest, graphs)
 
 
-def _graphs(stage: Stage, s: Sizes) -> float:
+def _graphs(stage: StageParameters, s: Sizes) -> float:
     """Results of each block for each captured length, and the pool in which all captured passes keep their tensors.
 
     Passes of other lengths do not use the pool, so it counts in addition where there are several lengths.
@@ -80,7 +80,7 @@ def _graphs(stage: Stage, s: Sizes) -> float:
     return RESULTS * hidden * stage.blocks + pool
 
 
-def _blocks(stage: Stage, s: Sizes) -> list[tuple[bool, int]]:
+def _blocks(stage: StageParameters, s: Sizes) -> list[tuple[bool, int]]:
     """(is_decoder, number) of the stage's blocks."""
     encoders, decoders = stage.block_counts(s.config.model.num_layers)
     return [(is_decoder, count) for is_decoder, count in ((False, encoders), (True, decoders)) if count]
@@ -102,7 +102,7 @@ def _table_bytes(s: Sizes, is_decoder: bool) -> float:
     return s.tokens(is_decoder) * s.heads * rows * s.element
 
 
-def _state(stage: Stage, s: Sizes) -> tuple[float, float, float]:
+def _state(stage: StageParameters, s: Sizes) -> tuple[float, float, float]:
     """Weights, gradients and optimizer state of this rank."""
     zero, e = s.config.parallel.zero_stage, s.element
     on_device = 0.0 if s.config.parallel.offload_optimizer else 1.0
@@ -123,7 +123,7 @@ def _state(stage: Stage, s: Sizes) -> tuple[float, float, float]:
     return (numbers + stage.numbers - trained) * e, gradients * 4, state * on_device
 
 
-def _exchanged_buckets(stage: Stage, s: Sizes) -> tuple[float, float]:
+def _exchanged_buckets(stage: StageParameters, s: Sizes) -> tuple[float, float]:
     """ZeRO 2: bytes of the blocks' buckets that are filled or exchanged at a time, and of the vocabulary's bucket."""
     if s.config.parallel.zero_stage != 2:
         return 0.0, 0.0

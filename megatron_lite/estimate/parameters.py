@@ -13,12 +13,12 @@ from megatron_lite.config.lora import LORA
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.engine.stage_counts import stage_shares
 from megatron_lite.estimate.sizes import Sizes
-from megatron_lite.model.flops import WORDS
-from megatron_lite.model.tensor_parallel import TensorParallel, is_partial
-from megatron_lite.model.transformer import GLM
 from megatron_lite.optim.buckets import ALIGNMENT
 from megatron_lite.optim.factory import element_state
 from megatron_lite.parallel.collectives import Group
+from megatron_lite.transformer.flops import WORDS
+from megatron_lite.transformer.tensor_parallel import TensorParallel, is_partial
+from megatron_lite.transformer.transformer import Transformer
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class RankParameter:
 
 
 @dataclass(frozen=True, eq=False)
-class Stage:
+class StageParameters:
     """One pipeline stage."""
 
     first_block: int
@@ -86,7 +86,7 @@ def _rank_parameters(
 ) -> tuple[RankParameter, ...]:
     group = Group(None, 0, tp, tuple(range(tp)))
     with torch.device("meta"):
-        module = GLM(model, parallel=TensorParallel(group, is_split, sums_at_once))
+        module = Transformer(model, parallel=TensorParallel(group, is_split, sums_at_once))
     return tuple(
         RankParameter(
             name, p.numel(), is_partial(p), element_state(kind, name, p), model.lora is None or LORA in name
@@ -95,7 +95,7 @@ def _rank_parameters(
     )  # fmt: skip
 
 
-def stages(sizes: Sizes) -> list[Stage]:
+def stages(sizes: Sizes) -> list[StageParameters]:
     """The pipeline stages of a layout, in order, with the parameters of the first rank of each."""
     config = sizes.config
     is_zero_3 = config.parallel.zero_stage == 3
@@ -111,7 +111,7 @@ def _stages(
     is_split: bool,
     is_zero_3: bool,
     kind: str,
-) -> list[Stage]:
+) -> list[StageParameters]:
     parameters = _rank_parameters(model, tp, is_split, is_zero_3, kind)
     result, start = [], 0
     for blocks, is_first, is_last in shares:
@@ -119,7 +119,7 @@ def _stages(
         stage_parameters = [
             p for p in parameters if _is_within(p.name, stage_blocks, is_first, is_last, model)
         ]
-        result.append(Stage(start, blocks, is_first, is_last, tuple(stage_parameters)))
+        result.append(StageParameters(start, blocks, is_first, is_last, tuple(stage_parameters)))
         start += blocks
     return result
 
@@ -139,14 +139,14 @@ def _is_within(name: str, blocks: range, is_first: bool, is_last: bool, model: M
     return is_first
 
 
-def buckets(stage: Stage, sizes: Sizes) -> list[Bucket]:
+def buckets(stage: StageParameters, sizes: Sizes) -> list[Bucket]:
     """As the optimizer fills those that are trained: in the reverse order of the parameters."""
     is_tied = sizes.pp > 1 and sizes.config.model.tie_word_embeddings
     return _buckets(stage, sizes.bucket_size, is_tied)
 
 
 @functools.lru_cache(maxsize=1024)
-def _buckets(stage: Stage, limit: int, is_tied: bool) -> list[Bucket]:
+def _buckets(stage: StageParameters, limit: int, is_tied: bool) -> list[Bucket]:
     filling: dict[Any, Bucket] = {}
     filled: dict[Any, int] = {}
     full = []

@@ -13,8 +13,8 @@ from megatron_lite.config.deepspeed_options import default_bucket_size
 from megatron_lite.config.model import padded_vocab_size
 from megatron_lite.config.tree import Config
 from megatron_lite.estimate.average_sequence import AverageSequence, Stack
-from megatron_lite.model.attention_backends.cross_attention import constant_length
-from megatron_lite.model.length_table import length_table
+from megatron_lite.transformer.attention_backends.cross_attention import constant_length
+from megatron_lite.transformer.length_table import length_table
 
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 

@@ -19,8 +19,8 @@ from megatron_lite.estimate.gpus import Gpu
 from megatron_lite.estimate.memory import PeakMemory, peak_memory
 from megatron_lite.estimate.parameters import stages
 from megatron_lite.estimate.sizes import Sizes
-from megatron_lite.model.build import model_spec
-from megatron_lite.model.flops import parameter_count, step_flops
+from megatron_lite.transformer.build import model_spec
+from megatron_lite.transformer.flops import parameter_count, step_flops
 
 RESERVED_GIB = 3.0  # for CUDA, NCCL and fragmentation, which are not counted: an allowance, not measured
 # Of the peak, without communication. Published runs of 0.8 to 8 billion parameters on H100s reach 0.33 to 0.46.

@@ -29,11 +29,11 @@ from megatron_lite.finetune.setup import (
 )
 from megatron_lite.finetune.writing import writer
 from megatron_lite.inference.open_run import OpenRun, Run, open_run
-from megatron_lite.model.build import model_spec
-from megatron_lite.model.micro_batch import MicroBatch
-from megatron_lite.model.task_batch import TaskBatch
-from megatron_lite.model.task_heads import task_configs
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.transformer.build import model_spec
+from megatron_lite.transformer.micro_batch import MicroBatch
+from megatron_lite.transformer.task_batch import TaskBatch
+from megatron_lite.transformer.task_heads import task_configs
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from data_utils.tasks.base import TaskRecord, TaskSample
 from data_utils.tasks.templates.collate import collate
 from data_utils.tasks.templates.render import Renderer
 from megatron_lite.finetune.multi_task import TaskOrder
-from megatron_lite.model.task_batch import TaskBatch
+from megatron_lite.transformer.task_batch import TaskBatch
 
 MOST_DOCUMENTS = 1 << 12  # of a sample; each document has its own dropout
 

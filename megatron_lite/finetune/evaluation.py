@@ -23,9 +23,9 @@ from data_utils.tasks.templates.render import Renderer
 from data_utils.tasks.templates.windows import Lambada
 from megatron_lite.finetune.data import make_task_batch
 from megatron_lite.finetune.writing import Write
-from megatron_lite.model.task_batch import TaskBatch
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.gather import gather_arrays
+from megatron_lite.transformer.task_batch import TaskBatch
 
 Predict = Callable[[TaskBatch], tuple[torch.Tensor, torch.Tensor]]  # PlainEngine.predict, or of a model alone
 

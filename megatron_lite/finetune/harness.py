@@ -30,7 +30,7 @@ from megatron_lite.config.tree import Config
 from megatron_lite.finetune.checkpoints import make_predict
 from megatron_lite.inference.decoders import Decoder, make_decoder_for
 from megatron_lite.inference.open_run import OpenRun, Run
-from megatron_lite.model.task_batch import TaskBatch
+from megatron_lite.transformer.task_batch import TaskBatch
 
 DEFAULT_MAX_NEW_TOKENS = 256  # new tokens, if a task does not set a limit (lm_eval's default)
 # Names of the limit of new tokens; as in lm_eval the first one given is used.

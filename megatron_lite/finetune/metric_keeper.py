@@ -20,8 +20,8 @@ from megatron_lite.checkpoint.manifest import (
     list_checkpoints,
 )
 from megatron_lite.finetune.evaluation import Evaluation, Model
-from megatron_lite.metrics.records import read_metrics
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.telemetry.records import read_metrics
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from data_utils.common.settings import check
 from megatron_lite.checkpoint.manifest import ADAPTER, TASK_HEAD
 from megatron_lite.config.lora import LORA
 from megatron_lite.config.tree import Config
-from megatron_lite.model.build import model_spec
 from megatron_lite.optim.lr_multipliers import NEVER, LrMultipliers
+from megatron_lite.transformer.build import model_spec
 
 _ABOVE = ("heads.", "final_layernorm.")
 

@@ -43,14 +43,14 @@ from megatron_lite.finetune.metric_keeper import MultiTaskMetricKeeper, TaskMetr
 from megatron_lite.finetune.multi_task import TaskOrder
 from megatron_lite.finetune.setup import Task, run_directory, settings_of
 from megatron_lite.finetune.writing import writer
-from megatron_lite.metrics.records import read_metrics
-from megatron_lite.model.build import model_spec
-from megatron_lite.model.task_batch import TaskBatch
 from megatron_lite.optim.lr_multipliers import NO_MULTIPLIERS, LrMultipliers
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.runtime.control import RunControl
 from megatron_lite.runtime.watchdog import NoWatchdog, Section, Watchdog
+from megatron_lite.telemetry.records import read_metrics
 from megatron_lite.train.trainer import Trainer
+from megatron_lite.transformer.build import model_spec
+from megatron_lite.transformer.task_batch import TaskBatch
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from data_utils.tokenizers.tokenizer import Tokenizer
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.inference.decoders import BlankDecoder, make_decoder_for
-from megatron_lite.model.transformer import GLM
+from megatron_lite.transformer.transformer import Transformer
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ Write = Callable[[Sequence[Sequence[int]]], list[list[list[int]]]]
 
 
 def writer(
-    model: GLM, config: Config, tokenizer: Tokenizer, objectives: Sequence[ObjectiveChoice], run: str
+    model: Transformer, config: Config, tokenizer: Tokenizer, objectives: Sequence[ObjectiveChoice], run: str
 ) -> Write | None:
     """The function that generates a task's texts with a model; None for tasks and runs without generated texts.
 
@@ -48,7 +48,7 @@ def writer(
 
 
 def _word_writer(
-    model: GLM, config: Config, tokenizer: Tokenizer, objectives: Sequence[ObjectiveChoice], run: str
+    model: Transformer, config: Config, tokenizer: Tokenizer, objectives: Sequence[ObjectiveChoice], run: str
 ) -> Write | None:
     """Greedy words, with the template that scores them. None, with one warning, if the run cannot generate with it."""
     task = config.task

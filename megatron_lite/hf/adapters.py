@@ -67,7 +67,7 @@ from megatron_lite.hf.published.runs import class_layout, stack_of
 from megatron_lite.hf.published.systems import SYSTEMS_BY_NAME
 from megatron_lite.hf.published.tensor_map import class_modules
 from megatron_lite.inference.open_run import OpenRun, open_run
-from megatron_lite.model.flops import parameter_shapes
+from megatron_lite.transformer.flops import parameter_shapes
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of all names in peft's files

@@ -36,7 +36,7 @@ from megatron_lite.hf.model_format import format_of_run
 from megatron_lite.hf.published.runs import prove_published, write_published
 from megatron_lite.hf.published.systems import SYSTEMS_BY_NAME
 from megatron_lite.inference.open_run import OpenRun, open_run
-from megatron_lite.model.flops import parameter_shapes
+from megatron_lite.transformer.flops import parameter_shapes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from megatron_lite.config.tree import Config
 from megatron_lite.hf.files.proof import Proof
 from megatron_lite.hf.files.proof_report import Report
 from megatron_lite.inference.open_run import OpenRun
-from megatron_lite.model.build import ModelSpec, model_spec
+from megatron_lite.transformer.build import ModelSpec, model_spec
 
 
 class HuggingFaceFormat(ABC):

@@ -13,12 +13,12 @@ import torch
 from data_utils.common.batch_fields import ID_FIELDS
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.inference.attention_probe import AttentionProbe
-from megatron_lite.model.attention_backends.cpu_kernels import attend_all
-from megatron_lite.model.attention_backends.interface import EncoderDecoderPlan, Packed, ScoreBias
-from megatron_lite.model.encoder_decoder import DecoderContext
-from megatron_lite.model.forward_context import Condition, ForwardContext, make_context
-from megatron_lite.model.kernels.dropout import AttentionDropout
-from megatron_lite.model.transformer import GLM
+from megatron_lite.transformer.attention_backends.cpu_kernels import attend_all
+from megatron_lite.transformer.attention_backends.interface import EncoderDecoderPlan, Packed, ScoreBias
+from megatron_lite.transformer.encoder_decoder import DecoderContext
+from megatron_lite.transformer.forward_context import Condition, ForwardContext, make_context
+from megatron_lite.transformer.kernels.dropout import AttentionDropout
+from megatron_lite.transformer.transformer import Transformer
 
 
 class CachedPlan:
@@ -176,7 +176,11 @@ def id_fields(
 
 
 def run_cached_stack(
-    model: GLM, tokens: torch.Tensor, ids: torch.Tensor, plan: CachedPlan, condition: Condition | None = None
+    model: Transformer,
+    tokens: torch.Tensor,
+    ids: torch.Tensor,
+    plan: CachedPlan,
+    condition: Condition | None = None,
 ) -> torch.Tensor:
     """Hidden states [R, N, D] of new tokens in the single stack, or the encoder, before its last norm.
 
@@ -187,14 +191,16 @@ def run_cached_stack(
     return model.run_blocks(hidden, context, plan.positions).view(*tokens.shape, -1)
 
 
-def run_cached_encoder(model: GLM, tokens: torch.Tensor, ids: torch.Tensor, plan: CachedPlan) -> torch.Tensor:
+def run_cached_encoder(
+    model: Transformer, tokens: torch.Tensor, ids: torch.Tensor, plan: CachedPlan
+) -> torch.Tensor:
     """The encoder's output for the decoder, after its last norm: [R, N, D]. Args: as for `run_cached_stack`."""
     hidden = run_cached_stack(model, tokens, ids, plan)
     return hidden if model.encoder_layernorm is None else model.encoder_layernorm(hidden)
 
 
 def run_cached_decoder(
-    model: GLM,
+    model: Transformer,
     tokens: torch.Tensor,
     ids: torch.Tensor,
     plan: CachedPlan,

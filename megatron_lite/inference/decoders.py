@@ -39,7 +39,7 @@ from megatron_lite.inference.states import (
     TextState,
 )
 from megatron_lite.inference.unmasking import Unmasking
-from megatron_lite.model.transformer import GLM
+from megatron_lite.transformer.transformer import Transformer
 
 _UNMASKING = ("unmask_steps", "unmask_block", "guidance")  # options of runs that write by unmasking
 
@@ -66,7 +66,7 @@ def make_decoder(run: Run, config: GenerationConfig) -> Decoder:
 
 
 def make_decoder_for(
-    model: GLM,
+    model: Transformer,
     tokenizer: Tokenizer,
     objectives: Sequence[ObjectiveChoice],
     config: GenerationConfig,
@@ -206,7 +206,7 @@ class TextDecoder:
 
     def __init__(
         self,
-        model: GLM,
+        model: Transformer,
         special: SpecialTokens,
         config: GenerationConfig,
         template: PromptTemplate,

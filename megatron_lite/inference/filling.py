@@ -29,7 +29,7 @@ from megatron_lite.inference.attention_probe import (
 from megatron_lite.inference.cache import CachedPlan, id_fields, pad_batch, run_cached_stack
 from megatron_lite.inference.memory import check_memory, max_texts
 from megatron_lite.inference.search import Hypothesis, Search
-from megatron_lite.model.transformer import GLM
+from megatron_lite.transformer.transformer import Transformer
 
 
 class BlankFiller:
@@ -44,7 +44,7 @@ class BlankFiller:
 
     def __init__(
         self,
-        model: GLM,
+        model: Transformer,
         special: SpecialTokens,
         config: GenerationConfig,
         ignored: Collection[int] = (),

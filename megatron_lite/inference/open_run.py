@@ -20,11 +20,11 @@ from megatron_lite.checkpoint.manifest import Checkpoint
 from megatron_lite.checkpoint.read import find_checkpoint, weight_reader
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config, require_objectives
-from megatron_lite.model.build import model_spec
-from megatron_lite.model.kernels.fused import choose_kernels
-from megatron_lite.model.tensor_parallel import local_shard, partition_of
-from megatron_lite.model.transformer import GLM
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.transformer.build import model_spec
+from megatron_lite.transformer.kernels.fused import choose_kernels
+from megatron_lite.transformer.tensor_parallel import local_shard, partition_of
+from megatron_lite.transformer.transformer import Transformer
 
 log = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
@@ -93,7 +93,7 @@ def usual_device() -> torch.device:
 class Run(OpenRun):
     """An `OpenRun` with its model."""
 
-    model: GLM  # fp32, eval mode
+    model: Transformer  # fp32, eval mode
 
 
 def open_run(
@@ -175,10 +175,10 @@ def load_model(
     checkpoint: Checkpoint,
     config: ModelConfig,
     change: Callable[[torch.Tensor], torch.Tensor] = lambda weight: weight,
-) -> GLM:
+) -> Transformer:
     """The fp32 model of a checkpoint in eval mode. Args: change: applied to each weight, for example to round it."""
     with torch.device("meta"):
-        model = GLM(config)
+        model = Transformer(config)
     return with_weights(model, checkpoint, change)
 
 

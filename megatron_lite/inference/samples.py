@@ -11,8 +11,8 @@ from data_utils.loader.loader import SampleLoader
 from data_utils.tokenizers.tokenizer import Tokenizer
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.inference.filling import BlankFiller, numbered_text, span_text
-from megatron_lite.metrics.standstill import ADVICE
-from megatron_lite.model.transformer import GLM
+from megatron_lite.telemetry.standstill import ADVICE
+from megatron_lite.transformer.transformer import Transformer
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class SampleFillings:
         self._tokenizer, self._alike = tokenizer, 0  # consecutive evaluations with few different spans
         self._prompts = list(itertools.islice(prompts(loader, num_samples, tokenizer.special), count))
 
-    def __call__(self, model: GLM) -> dict[str, Any]:
+    def __call__(self, model: Transformer) -> dict[str, Any]:
         """A record for metrics.jsonl: texts, original and generated words; `exact` of the `blanks` are equal."""
         filler = BlankFiller(model, self._tokenizer.special, GenerationConfig(max_length=MOST_WRITTEN))
         found = filler.fill_all([prompt.context for prompt in self._prompts]) if self._prompts else []

@@ -20,7 +20,7 @@ from megatron_lite.inference.cache import (
     run_cached_stack,
 )
 from megatron_lite.inference.search import DecodingState
-from megatron_lite.model.transformer import GLM
+from megatron_lite.transformer.transformer import Transformer
 
 
 class TextState(DecodingState, Protocol):
@@ -65,7 +65,7 @@ class _Rows:
 
     def __init__(
         self,
-        model: GLM,
+        model: Transformer,
         contexts: Sequence[Sequence[int]],
         template: PromptTemplate,
         probe: AttentionProbe | None = None,
@@ -155,7 +155,7 @@ class MaskAppending(_Rows):
 class EncoderDecoder(_Rows):
     def __init__(
         self,
-        model: GLM,
+        model: Transformer,
         contexts: Sequence[Sequence[int]],
         template: PromptTemplate,
         probe: AttentionProbe | None = None,

@@ -18,7 +18,7 @@ from megatron_lite.inference.attention_probe import SINGLE_STACK, AttentionProbe
 from megatron_lite.inference.cache import CachedPlan, id_fields, run_cached_stack
 from megatron_lite.inference.search import NEVER, Hypothesis, Search
 from megatron_lite.inference.states import PromptTemplate
-from megatron_lite.model.transformer import GLM
+from megatron_lite.transformer.transformer import Transformer
 
 
 def fixed_counts(masks: int, steps: int) -> list[int]:
@@ -31,7 +31,7 @@ class Unmasking:
 
     def __init__(
         self,
-        model: GLM,
+        model: Transformer,
         contexts: Sequence[Sequence[int]],
         template: PromptTemplate,
         probe: AttentionProbe | None = None,

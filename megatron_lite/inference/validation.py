@@ -16,14 +16,14 @@ from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.plain import PlainEngine
 from megatron_lite.inference.open_run import OpenRun
-from megatron_lite.metrics.writer import Metrics
-from megatron_lite.model.attention_choice import set_attention
-from megatron_lite.model.build import model_spec
 from megatron_lite.parallel.context import ParallelContext, initialize
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.runtime.process import set_numerics
+from megatron_lite.telemetry.writer import Metrics
 from megatron_lite.train.evaluation import Evaluation
 from megatron_lite.train.loss_normaliser import LossNormaliser
+from megatron_lite.transformer.attention_choice import set_attention
+from megatron_lite.transformer.build import model_spec
 
 ALL = "all corpora"
 # Sections about the layout and the surroundings of the training run. Averaged weights are read as weights.

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_lite.model.tensor_parallel import add_product
 from megatron_lite.optim.lr_multipliers import NO_MULTIPLIERS, LrMultipliers
 from megatron_lite.parallel.collectives import Group
+from megatron_lite.transformer.tensor_parallel import add_product
 
 ALIGNMENT = 64  # elements between the starts of parameters and of shards: 128 bytes in half precision
 # A gradient with at least this number of elements is added by its own kernel: that costs less than passing it through

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from megatron_lite.config.tree import Config
-from megatron_lite.model.build import model_spec
 from megatron_lite.optim.adafactor import AdaFactor
 from megatron_lite.optim.buckets import MOMENTS, Bucket
 from megatron_lite.optim.lamb import Lamb
@@ -17,6 +16,7 @@ from megatron_lite.optim.muon import Muon
 from megatron_lite.optim.stable_adamw import StableAdamW
 from megatron_lite.optim.whole_tensors import TensorIndex, TensorOptimizer
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.transformer.build import model_spec
 
 OPTIMIZERS: dict[str, type[TensorOptimizer]] = {
     "lamb": Lamb,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from megatron_lite.config.lora import LORA
 from megatron_lite.config.tree import Config
-from megatron_lite.model.mup import is_hidden
+from megatron_lite.transformer.mup import is_hidden
 
 NEVER = sys.maxsize
 

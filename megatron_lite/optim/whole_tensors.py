@@ -20,11 +20,11 @@ from torch import nn
 
 from megatron_lite.checkpoint.shard_slices import ShardSlice, flattened_ranges, matrix_shape
 from megatron_lite.config.sections import OptimizerConfig
-from megatron_lite.model.tensor_parallel import Partition, partition_of, whole_shape
 from megatron_lite.optim.buckets import MOMENTS, Bucket
 from megatron_lite.optim.square_sums import square_sums
 from megatron_lite.optim.uncompiled import Optimizer
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.transformer.tensor_parallel import Partition, partition_of, whole_shape
 
 BLOCKS = 3  # at most, of a fused parameter: Q, K and V
 

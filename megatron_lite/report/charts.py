@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_lite.metrics.formatting import format_count
 from megatron_lite.report.curves import Curve, Point
 from megatron_lite.report.html import Html, element, joined
+from megatron_lite.telemetry.formatting import format_count
 
 HEIGHT = 190  # of the curves, in pixels
 WIDTH = 1000  # of the curves, in their own coordinates, which stretch

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_lite.metrics.records import valid_records
-from megatron_lite.metrics.writer import FILE
+from megatron_lite.telemetry.records import valid_records
+from megatron_lite.telemetry.writer import FILE
 
 COLUMNS = 500
 BUFFERED = 1024  # values of a curve that are added at once, by numpy

@@ -18,12 +18,12 @@ from data_utils.common.setting_files import shorten
 from data_utils.common.settings import build
 from data_utils.tasks.metrics.metrics_by_task import is_cost
 from megatron_lite.config.tree import Config
-from megatron_lite.metrics.formatting import format_count, format_duration
 from megatron_lite.report.charts import Chart, Line, draw, swatch
 from megatron_lite.report.html import Html, element, table, whole_page
 from megatron_lite.report.pairs import pair_figure
 from megatron_lite.report.phases import phase_table
 from megatron_lite.report.run import RunReport, flat
+from megatron_lite.telemetry.formatting import format_count, format_duration
 
 MAX_RUNS = 8  # as many as there are colours
 MAX_TEXT = 400  # characters of a value

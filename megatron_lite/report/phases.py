@@ -9,9 +9,9 @@ from data_utils.common.errors import UserError
 from data_utils.common.settings import build
 from data_utils.loader.extent_ahead import extent_if_here
 from megatron_lite.config.tree import Config
-from megatron_lite.metrics.formatting import format_count, format_duration
 from megatron_lite.report.html import Html, table
 from megatron_lite.report.run import RunReport
+from megatron_lite.telemetry.formatting import format_count, format_duration
 
 HEAD: list[object] = [
     "phase",

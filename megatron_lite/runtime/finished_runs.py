@@ -10,9 +10,9 @@ from data_utils.common.errors import CheckpointError
 from megatron_lite.checkpoint.manifest import Checkpoint
 from megatron_lite.checkpoint.verify import ChecksumBlock, checksum_blocks, verify_checkpoint
 from megatron_lite.config.tree import Config
-from megatron_lite.metrics.writer import is_recorded
 from megatron_lite.runtime.changes import differences, shown
 from megatron_lite.runtime.run_state import RunState
+from megatron_lite.telemetry.writer import is_recorded
 
 _CHECKED_BYTES = 4 << 30  # of a finished run's newest checkpoint, by each rank: a few seconds
 

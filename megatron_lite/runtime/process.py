@@ -11,14 +11,14 @@ from data_utils.common.memory import keep_freed_memory
 from data_utils.common.private_names import groups_of, require_names
 from megatron_lite.config.sections import TrainingConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.model.attention_choice import set_attention
-from megatron_lite.model.kernels.fused import choose_kernels
 from megatron_lite.parallel.context import ParallelContext, initialize
 from megatron_lite.parallel.launch import Launch, report_status
 from megatron_lite.parallel.rendezvous import Rendezvous
 from megatron_lite.runtime.control import Phase, RunControl
 from megatron_lite.runtime.rank_agreement import facts
 from megatron_lite.runtime.watchdog import Section, Watchdog
+from megatron_lite.transformer.attention_choice import set_attention
+from megatron_lite.transformer.kernels.fused import choose_kernels
 
 
 def agree_with_ranks(

@@ -14,7 +14,7 @@ from data_utils.dataset.manifest import read_manifest
 from data_utils.objectives import OBJECTIVES
 from megatron_lite.config.attention import IMPLEMENTATIONS
 from megatron_lite.config.tree import Config
-from megatron_lite.metrics import version
+from megatron_lite.telemetry import version
 
 _ATTENTION = tuple(one.package.name for one in IMPLEMENTATIONS.values() if one.package is not None)
 _LIBRARIES = ("torch", "deepspeed", "numpy", *_ATTENTION)

@@ -16,7 +16,7 @@ from pathlib import Path
 from data_utils.common.errors import CheckpointError, system_problem, system_remedy
 from megatron_lite.checkpoint.manifest import Checkpoint, list_checkpoints, none_is_valid
 from megatron_lite.checkpoint.verify import WrongStepNameError, read_checkpoint
-from megatron_lite.metrics.writer import FILE, has_saved
+from megatron_lite.telemetry.writer import FILE, has_saved
 
 
 class Condition(StrEnum):

@@ -23,11 +23,11 @@ from megatron_lite.checkpoint.verify import check_model, find_manifest, new_para
 from megatron_lite.config.lora import LoraConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import Engine
-from megatron_lite.metrics import version
-from megatron_lite.model.build import model_spec
-from megatron_lite.model.trained_model import ENCODER
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.runtime.changes import changed, differences, recorded_config, require_same_run
+from megatron_lite.telemetry import version
+from megatron_lite.transformer.build import model_spec
+from megatron_lite.transformer.trained_model import ENCODER
 
 log = logging.getLogger(__name__)
 

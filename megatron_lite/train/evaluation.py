@@ -13,14 +13,14 @@ from megatron_lite.config.phase_plan import PhasePlan
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import Engine
 from megatron_lite.engine.plain import PlainEngine
-from megatron_lite.metrics.reports import scores_line, validation_line
-from megatron_lite.metrics.standstill import Standstill
-from megatron_lite.metrics.writer import Metrics, is_recorded
-from megatron_lite.model.batch import Batch, Samples
-from megatron_lite.model.transformer import GLM
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.telemetry.reports import scores_line, validation_line
+from megatron_lite.telemetry.standstill import Standstill
+from megatron_lite.telemetry.writer import Metrics, is_recorded
 from megatron_lite.train.loss_normaliser import LossNormaliser
 from megatron_lite.train.step import read_batch
+from megatron_lite.transformer.batch import Batch, Samples
+from megatron_lite.transformer.transformer import Transformer
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Evaluation:
         data: Samples | None,
         loss_normaliser: LossNormaliser,
         task_evaluator: TaskEvaluator | None,
-        fill: Callable[[GLM], dict[str, Any]] | None,
+        fill: Callable[[Transformer], dict[str, Any]] | None,
     ):
         self._config, self._phase_plan, self._context, self._engine = config, phase_plan, context, engine
         self._data, self._loss_normaliser, self._fill = data, loss_normaliser, fill

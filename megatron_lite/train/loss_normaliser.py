@@ -15,10 +15,10 @@ import torch
 
 from data_utils.common.losses import BY_TOKENS
 from megatron_lite.config.phase_plan import PhasePlan
-from megatron_lite.metrics.reports import objective_losses
-from megatron_lite.model.batch import mean_scales
-from megatron_lite.model.micro_batch import MicroBatch
+from megatron_lite.telemetry.reports import objective_losses
 from megatron_lite.train.step import StepInputs
+from megatron_lite.transformer.batch import mean_scales
+from megatron_lite.transformer.micro_batch import MicroBatch
 
 
 class LossNormaliser:

@@ -19,10 +19,10 @@ from megatron_lite.config.model import require_class
 from megatron_lite.config.task_rows import with_task_rows
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import Engine
-from megatron_lite.model.build import model_spec
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.runtime.run_state import read_run_state
 from megatron_lite.train import continuation
+from megatron_lite.transformer.build import model_spec
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from data_utils.loader.mixture import batch_indices
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.phase_plan import PhasePlan
 from megatron_lite.config.tree import Config
-from megatron_lite.model.batch import Batch, Samples
-from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.runtime.control import Requests
+from megatron_lite.transformer.batch import Batch, Samples
+from megatron_lite.transformer.micro_batch import MicroBatch
 
 
 @dataclass

@@ -24,17 +24,14 @@ from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.checkpoint.trainer_state import TrainerState
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import TYPES, Engine, StepResult
-from megatron_lite.metrics import version
-from megatron_lite.metrics.peak_flops import PeakFlops
-from megatron_lite.metrics.reports import LogInterval, save_resolved, start_line, start_record
-from megatron_lite.metrics.trackers import make_trackers
-from megatron_lite.metrics.writer import SAVED, Metrics, set_records_aside
-from megatron_lite.model.batch import Samples
-from megatron_lite.model.build import model_spec
-from megatron_lite.model.transformer import GLM
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.runtime.control import Phase, Requests, RunControl
 from megatron_lite.runtime.watchdog import NoWatchdog, Section, Watchdog
+from megatron_lite.telemetry import version
+from megatron_lite.telemetry.peak_flops import PeakFlops
+from megatron_lite.telemetry.reports import LogInterval, save_resolved, start_line, start_record
+from megatron_lite.telemetry.trackers import make_trackers
+from megatron_lite.telemetry.writer import SAVED, Metrics, set_records_aside
 from megatron_lite.train.callbacks.callback import Callbacks
 from megatron_lite.train.callbacks.checkpoints import Checkpoints
 from megatron_lite.train.callbacks.evaluation import EvaluationCallback
@@ -51,6 +48,9 @@ from megatron_lite.train.loss_normaliser import LossNormaliser
 from megatron_lite.train.prefetch import Prefetch
 from megatron_lite.train.resume import checkpoint_directory, load_beginning
 from megatron_lite.train.step import Progress, StepCounts, StepMaker, StepMessage
+from megatron_lite.transformer.batch import Samples
+from megatron_lite.transformer.build import model_spec
+from megatron_lite.transformer.transformer import Transformer
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Trainer:
         loss_names: Sequence[str],
         control: RunControl | None = None,
         watchdog: Watchdog | None = None,
-        fill: Callable[[GLM], dict[str, Any]] | None = None,
+        fill: Callable[[Transformer], dict[str, Any]] | None = None,
         task_evaluator: TaskEvaluator | None = None,
         language_weight: Callable[[int], float] | None = None,
     ):

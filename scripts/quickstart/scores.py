@@ -148,8 +148,8 @@ def model_log_probabilities(  # type: ignore[no-untyped-def]
     """(target id, log probabilities [V] without eop) of each token of the blanks, a forward pass for each blank."""
     import torch
 
-    from megatron_lite.model.batch import Batch
-    from megatron_lite.model.micro_batch import prepare
+    from megatron_lite.transformer.batch import Batch
+    from megatron_lite.transformer.micro_batch import prepare
 
     device, vocab_size = next(model.parameters()).device, model.config.vocab_size
     longest = max(len(blank.before) + len(blank.word) + len(blank.after) for blank in blanks)

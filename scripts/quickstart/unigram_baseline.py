@@ -28,7 +28,7 @@ from data_utils.loader.loader import SampleLoader, open_datasets
 from data_utils.objectives import SENTENCE_LEVEL
 from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.config.tree import Config, load_config
-from megatron_lite.metrics.records import last_validation
+from megatron_lite.telemetry.records import last_validation
 
 BATCH = 64  # samples read at a time
 NOT_BETTER_STATUS = 1
@@ -60,7 +60,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def unigram_losses(config: Config) -> dict[str, float]:
     """Loss of the unigram model on the run's validation targets: {"loss": ..., "loss/token": ...}, nats."""
-    from megatron_lite.metrics.reports import objective_losses  # here: torch takes seconds to load
+    from megatron_lite.telemetry.reports import objective_losses  # here: torch takes seconds to load
 
     if config.tokenizer is None:
         raise ConfigError("the run's configuration names no tokenizer; give a directory of pretrain_glm.py.")

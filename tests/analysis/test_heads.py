@@ -10,10 +10,10 @@ from support.batches import prefix_batch
 from megatron_lite.analysis import heads as measures
 from megatron_lite.analysis.heads import Examples, Head
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.init import initialize_parameters
-from megatron_lite.model.micro_batch import MicroBatch
-from megatron_lite.model.transformer import GLM
+from megatron_lite.transformer.batch import Batch
+from megatron_lite.transformer.init import initialize_parameters
+from megatron_lite.transformer.micro_batch import MicroBatch
+from megatron_lite.transformer.transformer import Transformer
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -24,7 +24,7 @@ SIZES = {
 
 def model_of(**options):
     config = ModelConfig(**{**SIZES, **options})
-    model = GLM(config)
+    model = Transformer(config)
     initialize_parameters(model.named_parameters(), config, 3)
     return model.double().eval()
 

@@ -11,8 +11,8 @@ from data_utils.tasks.templates.examples import document
 from megatron_lite.analysis.attention_maps import attention_statistics, text_weights
 from megatron_lite.analysis.words import Text
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.init import initialize_parameters
-from megatron_lite.model.transformer import GLM
+from megatron_lite.transformer.init import initialize_parameters
+from megatron_lite.transformer.transformer import Transformer
 
 SIZES = {
     "num_layers": 2, "hidden_size": 24, "num_attention_heads": 3, "vocab_size": 100, "max_position": 64,
@@ -38,7 +38,7 @@ def test_habits_by_hand():
 def test_weights_match_the_kernel(options):
     """`text_weights` refuses what gives another output than the kernel; a text from left to right looks back only."""
     config = ModelConfig(**SIZES, **options)
-    model = GLM(config)
+    model = Transformer(config)
     initialize_parameters(model.named_parameters(), config, 3)
     tokens = np.random.default_rng(0).integers(0, 100, 9)
     example = document(tokens=tokens, ord=np.arange(9), objective=0)

@@ -21,8 +21,8 @@ from megatron_lite.checkpoint.read import load_checkpoint, newest_valid
 from megatron_lite.checkpoint.shard_slices import ShardSlice, flattened_ranges, matrix_shape
 from megatron_lite.checkpoint.verify import _overlapping, read_checkpoint
 from megatron_lite.checkpoint.write import retain, save_checkpoint
-from megatron_lite.model.tensor_parallel import Partition, local_shard, partition_of, whole_shape
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.transformer.tensor_parallel import Partition, local_shard, partition_of, whole_shape
 
 ALONE = ParallelContext.alone()
 

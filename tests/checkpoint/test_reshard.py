@@ -21,8 +21,8 @@ from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.flops import parameter_shapes
+from megatron_lite.transformer.batch import Batch
+from megatron_lite.transformer.flops import parameter_shapes
 
 MAX_RANKS = 8
 ORIGIN = ShardSlice(0, 0, 0, 0)  # boxes within it are indices into the whole parameter

@@ -20,8 +20,8 @@ from megatron_lite.checkpoint.read import load_checkpoint, newest_valid
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.checkpoint.verify import read_checkpoint, verify_checkpoint
 from megatron_lite.config.sections import CheckpointConfig
-from megatron_lite.model.batch import Batch
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.transformer.batch import Batch
 
 ALONE = ParallelContext.alone()
 

@@ -20,10 +20,10 @@ from megatron_lite.config.attention import (
     require_package,
     with_choice,
 )
-from megatron_lite.metrics.reports import start_line
-from megatron_lite.model import attention_choice
-from megatron_lite.model.attention_choice import set_attention
-from megatron_lite.model.kernels import varlen_kernels
+from megatron_lite.telemetry.reports import start_line
+from megatron_lite.transformer import attention_choice
+from megatron_lite.transformer.attention_choice import set_attention
+from megatron_lite.transformer.kernels import varlen_kernels
 
 FREE = "model.attention_dropout=0.0"
 HEADS = ("model.hidden_size=256", "model.num_attention_heads=1")

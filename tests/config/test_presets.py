@@ -17,7 +17,7 @@ from megatron_lite.config.tree import load_config
 from megatron_lite.estimate.average_sequence import average_sequence
 from megatron_lite.estimate.gpus import GPUS
 from megatron_lite.estimate.step_estimate import RESERVED_GIB, estimate
-from megatron_lite.model.flops import parameter_count
+from megatron_lite.transformer.flops import parameter_count
 
 # Layers, hidden size, heads, tokens of the vocabulary that the file's comment assumes, parameters.
 PRESETS = {

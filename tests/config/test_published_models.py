@@ -18,8 +18,8 @@ from megatron_lite.config.model import padded_vocab_size
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config, load_config
 from megatron_lite.estimate.dry_run import dry_run
-from megatron_lite.model.flops import parameter_count
 from megatron_lite.models.optimus.config import latent_of
+from megatron_lite.transformer.flops import parameter_count
 
 MODELS = ROOT / "configs"
 
@@ -107,13 +107,13 @@ def test_the_parameter_count_matches_the_real_module(path):
     import torch
 
     from megatron_lite.engine.stage_counts import stages
-    from megatron_lite.model.transformer import GLM
+    from megatron_lite.transformer.transformer import Transformer
 
     config = load_config([path])
     if config.model.vocab_size is None:
         config = config.with_vocab_size(1000)
     with torch.device("meta"):
-        parameters = dict(GLM(config.model).named_parameters())
+        parameters = dict(Transformer(config.model).named_parameters())
     assert sum(parameter.numel() for parameter in parameters.values()) == parameter_count(config.model)
     (stage,) = stages(replace(config, parallel=ParallelConfig()))
     assert stage.parameters == parameter_count(config.model)
@@ -481,8 +481,8 @@ def test_optimus_is_bert_gpt2_and_three_matrices():
     """BertForPreTraining, GPT-2 with three more tokens, and W_E [64, 768], W_M [12 x 768, 32], W_D [768, 32]."""
     import torch
 
-    from megatron_lite.model.build import model_spec
     from megatron_lite.models.optimus.model import Optimus
+    from megatron_lite.transformer.build import model_spec
 
     config = published("optimus-base")
     assert (config.model.vocab_size, config.decoder.vocab_size) == (28_996, 50_257 + 3)

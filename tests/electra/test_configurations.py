@@ -13,10 +13,10 @@ from megatron_lite.estimate.average_sequence import average_sequence
 from megatron_lite.estimate.dry_run import dry_run
 from megatron_lite.estimate.gpus import gpu_named
 from megatron_lite.estimate.step_estimate import estimate
-from megatron_lite.model.build import model_spec
-from megatron_lite.model.flops import parameter_count
 from megatron_lite.models.electra.config import generator_of
 from megatron_lite.models.electra.model import Electra
+from megatron_lite.transformer.build import model_spec
+from megatron_lite.transformer.flops import parameter_count
 
 MODELS = ROOT / "configs"
 ELECTRAS = {  # discriminator and generator of the released classes, each with the tables that both share

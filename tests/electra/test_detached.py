@@ -15,10 +15,10 @@ from data_utils.common.losses import REPLACED
 from data_utils.objectives import LOSSES
 from megatron_lite.hf.published.systems import DEBERTA
 from megatron_lite.hf.published.tensor_map import tensor_mappings
-from megatron_lite.model.batch import mean_scales
-from megatron_lite.model.build import build_model, model_spec
-from megatron_lite.model.micro_batch import prepare
 from megatron_lite.models.electra.config import generator_of
+from megatron_lite.transformer.batch import mean_scales
+from megatron_lite.transformer.build import build_model, model_spec
+from megatron_lite.transformer.micro_batch import prepare
 
 CPU = torch.device("cpu")
 WORDS = "deberta.embeddings.word_embeddings.weight"

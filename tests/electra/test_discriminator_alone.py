@@ -20,8 +20,8 @@ from megatron_lite.finetune.setup import load_tree, prepare
 from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.files.weights import Weights
 from megatron_lite.inference.open_run import load_run
-from megatron_lite.model.build import build_model, model_spec
 from megatron_lite.train.resume import check_beginning
+from megatron_lite.transformer.build import build_model, model_spec
 
 SETTINGS = [
     "batch.global_batch_size=16",

@@ -21,13 +21,13 @@ from data_utils.common.batch_fields import (
 from data_utils.common.losses import MASKED, REPLACED
 from data_utils.objectives import LOSSES
 from megatron_lite.engine.parameter_groups import parameter_groups
-from megatron_lite.model.attention_backends.layout import allowed
-from megatron_lite.model.batch import mean_scales
-from megatron_lite.model.build import build_model, model_spec
-from megatron_lite.model.micro_batch import prepare
 from megatron_lite.models.electra import model as electra_model
 from megatron_lite.models.electra.batch import ElectraBatch
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.transformer.attention_backends.layout import allowed
+from megatron_lite.transformer.batch import mean_scales
+from megatron_lite.transformer.build import build_model, model_spec
+from megatron_lite.transformer.micro_batch import prepare
 
 CPU = torch.device("cpu")
 SMALL = {"model": NO_DROPOUT}

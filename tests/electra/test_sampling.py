@@ -9,8 +9,8 @@ from support.distributed import run_ranks
 from data_utils.common.settings import build
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.sections import ParallelConfig
-from megatron_lite.model.tensor_parallel import TensorParallel, VocabParallelEmbedding
 from megatron_lite.models.electra.sampling import draw, gumbel, philox
+from megatron_lite.transformer.tensor_parallel import TensorParallel, VocabParallelEmbedding
 
 VOCAB = 301
 SIZES = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "vocab_size": VOCAB}

@@ -24,10 +24,10 @@ from megatron_lite.hf.files.weights import Weights
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published.tensor_map import tensor_mappings, to_ours
 from megatron_lite.inference.open_run import open_run
-from megatron_lite.model.batch import mean_scales
-from megatron_lite.model.build import build_model, model_spec
-from megatron_lite.model.micro_batch import prepare
 from megatron_lite.models.ernie_thu.huggingface import HUGGINGFACE_FORMAT, SYSTEM
+from megatron_lite.transformer.batch import mean_scales
+from megatron_lite.transformer.build import build_model, model_spec
+from megatron_lite.transformer.micro_batch import prepare
 
 CPU = torch.device("cpu")
 TREE = {"training": {"steps": 6, "precision": "fp32", "seed": 7}, "data": {"sequence_length": 57}}

@@ -27,10 +27,10 @@ from data_utils.loader.loader import open_datasets
 from data_utils.objectives import LOSSES
 from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.config.tree import Config
-from megatron_lite.model.build import build_model
-from megatron_lite.model.micro_batch import prepare
 from megatron_lite.models.ernie_thu.batch import EntityBatch, Noise
 from megatron_lite.train.resume import check_beginning
+from megatron_lite.transformer.build import build_model
+from megatron_lite.transformer.micro_batch import prepare
 
 WORDS, FILLERS, SIZE = 4, 6, 8
 LABELS = ("bad", "good")

@@ -17,8 +17,8 @@ from data_utils.common.errors import ConfigError, DataError, UserError
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.finetune.data import TaskData
 from megatron_lite.finetune.run import finetune
-from megatron_lite.model.build import build_model, model_spec
-from megatron_lite.model.micro_batch import MicroBatch
+from megatron_lite.transformer.build import build_model, model_spec
+from megatron_lite.transformer.micro_batch import MicroBatch
 
 CPU = torch.device("cpu")
 

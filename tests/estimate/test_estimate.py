@@ -21,9 +21,9 @@ from megatron_lite.estimate.gpus import GPUS
 from megatron_lite.estimate.parameters import buckets, stages
 from megatron_lite.estimate.sizes import RankGroup, Sizes
 from megatron_lite.estimate.step_estimate import estimate, require_one_transformer
-from megatron_lite.model.tensor_parallel import TensorParallel
-from megatron_lite.model.transformer import GLM
 from megatron_lite.optim.buckets import ParamGroup, assign_buckets
+from megatron_lite.transformer.tensor_parallel import TensorParallel
+from megatron_lite.transformer.transformer import Transformer
 
 H100 = GPUS["h100"]
 # The largest deviations from the trace that were seen; they may only fall.
@@ -132,7 +132,7 @@ def test_buckets_match_the_optimizer(files):
     config = config_of(files, 64, 1, ())
     sizes = Sizes(config, 64, average_sequence(config))
     with torch.device("meta"):
-        named = dict(GLM(config.model, parallel=TensorParallel()).named_parameters())
+        named = dict(Transformer(config.model, parallel=TensorParallel()).named_parameters())
     decays = {True: ParamGroup(0.1, True), False: ParamGroup(0.0, True)}
     groups = {
         p: decays[not (name.endswith("bias") or "layernorm" in name)] for name, p in reversed(named.items())

@@ -16,7 +16,7 @@ from data_utils.common.errors import ConfigError
 from megatron_lite.config.tree import load_config
 from megatron_lite.estimate.batches import random_batches
 from megatron_lite.estimate.gpus import GPUS
-from megatron_lite.metrics.peak_flops import GPU_PEAK_TFLOPS
+from megatron_lite.telemetry.peak_flops import GPU_PEAK_TFLOPS
 from scripts import profile_step
 
 

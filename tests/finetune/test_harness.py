@@ -14,8 +14,8 @@ from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.finetune.harness import PSEUDO, Harness, HarnessOptions, before_first
 from megatron_lite.inference.decoders import make_decoder
 from megatron_lite.inference.filling import BlankFiller
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.micro_batch import MicroBatch
+from megatron_lite.transformer.batch import Batch
+from megatron_lite.transformer.micro_batch import MicroBatch
 
 PAIRS = [
     ("the quick brown", " fox"),

@@ -20,9 +20,9 @@ from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.finetune import policies
 from megatron_lite.finetune.data import TaskData
 from megatron_lite.finetune.run import finetune, task_lr_multipliers, training_data
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.build import build_model
-from megatron_lite.model.micro_batch import MicroBatch
+from megatron_lite.transformer.batch import Batch
+from megatron_lite.transformer.build import build_model
+from megatron_lite.transformer.micro_batch import MicroBatch
 
 CPU = torch.device("cpu")
 SIATL = ["finetune.lm_weight=0.8", "finetune.lm_weight_last=0.2", "finetune.lm_weight_epochs=3"]

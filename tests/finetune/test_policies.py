@@ -17,10 +17,10 @@ from megatron_lite.engine.plain import PlainEngine
 from megatron_lite.finetune import policies
 from megatron_lite.finetune.data import TaskData
 from megatron_lite.finetune.run import finetune, task_lr_multipliers
-from megatron_lite.model.build import build_model, model_spec
-from megatron_lite.model.flops import parameter_shapes
-from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.optim.lr_multipliers import NEVER, NO_MULTIPLIERS, LrMultipliers
+from megatron_lite.transformer.build import build_model, model_spec
+from megatron_lite.transformer.flops import parameter_shapes
+from megatron_lite.transformer.micro_batch import MicroBatch
 
 ULMFIT = ["finetune.layer_decay=0.5", "finetune.unfreeze=gradual"]
 STEPS = ["finetune.epochs=3", "batch.micro_batch_size=4", "optimizer.clip_grad_norm=0.1"]  # 4 steps an epoch

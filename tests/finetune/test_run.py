@@ -28,8 +28,8 @@ from megatron_lite.finetune.run import finetune, guess_loss, warn_of_export, war
 from megatron_lite.finetune.setup import check_output
 from megatron_lite.hf.published.heads import transformers_class_name
 from megatron_lite.hf.published.systems import SYSTEMS_BY_NAME
-from megatron_lite.metrics.records import read_metrics
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.telemetry.records import read_metrics
 
 CLOZE = {
     "kind": "cloze",

@@ -27,8 +27,8 @@ from megatron_lite.finetune.multi_task import TaskOrder, batches_per_epoch
 from megatron_lite.finetune.run import finetune, training_data
 from megatron_lite.finetune.setup import load_tree, prepare
 from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.metrics.records import read_metrics
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.telemetry.records import read_metrics
 
 assert MORE  # the synthetic task `tags` is in tests/support
 KINDS = ("weight", "exp_avg", "exp_avg_sq")

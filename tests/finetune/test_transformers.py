@@ -28,7 +28,7 @@ from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published.heads import TASK_CLASSES
 from megatron_lite.hf.published.proof import encoder_decoder_inputs, scatter_targets
 from megatron_lite.inference.open_run import load_run
-from megatron_lite.metrics.records import read_metrics
+from megatron_lite.telemetry.records import read_metrics
 
 STEPS, BATCH, LR, DECAY, WARMUP = 50, 8, 1e-3, 0.05, 5
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", *(f"word{i}" for i in range(394))]

@@ -19,8 +19,8 @@ from megatron_lite.finetune.run import finetune
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.inference.open_run import open_run
-from megatron_lite.model.build import build_model
-from megatron_lite.model.micro_batch import MicroBatch
+from megatron_lite.transformer.build import build_model
+from megatron_lite.transformer.micro_batch import MicroBatch
 
 CPU = torch.device("cpu")
 

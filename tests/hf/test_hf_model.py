@@ -26,10 +26,10 @@ from megatron_lite.hf.glm.tokenization_glm import GLMTokenizerFast
 from megatron_lite.hf.glm.tokenizer_files import write_tokenizer
 from megatron_lite.inference.filling import BlankFiller, blank_context
 from megatron_lite.inference.filling import GenerationConfig as TrainingGeneration
-from megatron_lite.model.attention_backends.layout import allowed
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.kernels import dropout
-from megatron_lite.model.micro_batch import MicroBatch
+from megatron_lite.transformer.attention_backends.layout import allowed
+from megatron_lite.transformer.batch import Batch
+from megatron_lite.transformer.kernels import dropout
+from megatron_lite.transformer.micro_batch import MicroBatch
 
 # fp32: the same sums in another order; logits are of order 1.
 TOLERANCE = {"rtol": 0, "atol": 1e-5}

@@ -18,8 +18,8 @@ from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.plain import PlainEngine
 from megatron_lite.hf.importing import import_directory
-from megatron_lite.model.build import build_model
 from megatron_lite.train.resume import check_beginning, load_beginning
+from megatron_lite.transformer.build import build_model
 
 WORDS = "decoder.embedding.word_embeddings.weight"
 RUN = {"training": {"steps": 5}, "data": {"sequence_length": 24}}

@@ -52,8 +52,8 @@ from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.glm.modeling_glm import GLMForBlankInfilling
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published.systems import SYSTEMS_BY_NAME
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.flops import parameter_shapes
+from megatron_lite.transformer.batch import Batch
+from megatron_lite.transformer.flops import parameter_shapes
 
 # Targets by peft's rules, in the class's names: single modules of our fused ones, and modules of several kinds.
 TARGETS = {

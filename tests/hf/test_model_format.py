@@ -14,7 +14,7 @@ from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.files.hub_files import wanted
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.model_format import HuggingFaceFormat
-from megatron_lite.model.build import ModelSpec
+from megatron_lite.transformer.build import ModelSpec
 
 
 class TwoFiles(HuggingFaceFormat):

@@ -30,10 +30,10 @@ from megatron_lite.hf.published.segment_memory import read_segment
 from megatron_lite.hf.published.source import open_published
 from megatron_lite.hf.published.tensor_map import skipped_rows, to_ours, to_theirs
 from megatron_lite.hf.published.write_config import hf_config
-from megatron_lite.model.attention_backends.layout import allowed
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.micro_batch import prepare
-from megatron_lite.model.transformer import GLM
+from megatron_lite.transformer.attention_backends.layout import allowed
+from megatron_lite.transformer.batch import Batch
+from megatron_lite.transformer.micro_batch import prepare
+from megatron_lite.transformer.transformer import Transformer
 
 # fp32, the same sums in another order; times the largest value beyond 1. Where the class itself rounds off more, twice
 # that: two computations that are both right differ by the sum of their errors.
@@ -42,7 +42,7 @@ TOLERANCE = 1e-5
 
 def loaded(source, **options):
     """Our model with the weights of a directory. Args: options: besides those that it has."""
-    model = GLM(build(ModelConfig, {**source.settings, "attention_dropout": 0.0, **options}))
+    model = Transformer(build(ModelConfig, {**source.settings, "attention_dropout": 0.0, **options}))
     weights = to_ours(source.theirs, source.mappings)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -253,7 +253,7 @@ def test_rows_that_no_memory_serves_are_refused(tmp_path):
     packed = collate(make("xlnet", 40), windows(2, 40, seed=1))
     with pytest.raises(ValueError, match="one text in each sequence"):
         read_segment(model, packed)
-    other = GLM(
+    other = Transformer(
         build(ModelConfig, {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "vocab_size": 9})
     )
     with pytest.raises(ValueError, match=r"model\.relative is none"):

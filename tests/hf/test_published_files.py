@@ -19,8 +19,8 @@ from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.files.weights import Weights
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.inference.open_run import open_run
-from megatron_lite.model.flops import parameter_shapes
 from megatron_lite.train.resume import check_beginning, keep_task_rows
+from megatron_lite.transformer.flops import parameter_shapes
 
 
 def old_names(state):

@@ -18,10 +18,10 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.published.source import is_published, open_published
 from megatron_lite.hf.published.tensor_map import to_ours
 from megatron_lite.hf.published.write_config import hf_config
-from megatron_lite.model.attention_backends.layout import may_see
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.micro_batch import MicroBatch
-from megatron_lite.model.transformer import GLM
+from megatron_lite.transformer.attention_backends.layout import may_see
+from megatron_lite.transformer.batch import Batch
+from megatron_lite.transformer.micro_batch import MicroBatch
+from megatron_lite.transformer.transformer import Transformer
 
 SIZE = 3000
 
@@ -33,7 +33,7 @@ def test_blank_infilling_is_the_class_with_positions_that_continue_from_the_mask
     theirs.save_pretrained(tmp_path)
     source = open_published(tmp_path)
     weights = to_ours(source.theirs, source.mappings)
-    model = GLM(build(ModelConfig, source.settings))
+    model = Transformer(build(ModelConfig, source.settings))
     for name, parameter in model.named_parameters():
         read = weights.read(name)
         parameter.zero_()

@@ -25,9 +25,9 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.files.weights import Weights
 from megatron_lite.hf.published.source import open_published
 from megatron_lite.hf.published.tensor_map import to_ours
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.micro_batch import MicroBatch
-from megatron_lite.model.transformer import GLM
+from megatron_lite.transformer.batch import Batch
+from megatron_lite.transformer.micro_batch import MicroBatch
+from megatron_lite.transformer.transformer import Transformer
 
 # fp32, the same sums in another order; of the largest value.
 TOLERANCE = 1e-5
@@ -78,7 +78,7 @@ def their_loss(theirs, fields):
 def our_gradients(source, fields, *, has_memory, recompute="none", kernel="auto"):
     """Loss sum, and the gradients by name."""
     config = build(ModelConfig, {**source.settings, "attention_dropout": 0.0})
-    model = GLM(config, num_losses=len(LOSSES), has_memory=has_memory, recompute=recompute)
+    model = Transformer(config, num_losses=len(LOSSES), has_memory=has_memory, recompute=recompute)
     weights = to_ours(source.theirs, source.mappings)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -20,9 +20,9 @@ from megatron_lite.hf.published.systems import published_system
 from megatron_lite.hf.published.tensor_map import tensor_mappings, to_ours
 from megatron_lite.hf.published.write_config import former_fields, hf_config
 from megatron_lite.inference.cache import CachedPlan, id_fields, run_cached_stack
-from megatron_lite.model.flops import parameter_shapes
-from megatron_lite.model.init import initialize_parameters
-from megatron_lite.model.transformer import GLM
+from megatron_lite.transformer.flops import parameter_shapes
+from megatron_lite.transformer.init import initialize_parameters
+from megatron_lite.transformer.transformer import Transformer
 
 SIZES = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 97}
 # fp32, the same sums in another order; times the largest value beyond 1.
@@ -58,7 +58,7 @@ def test_biases_are_turned_as_their_rows_and_values_are_not():
 def test_documents_packed_in_a_row_are_each_alone(case, tmp_path):
     theirs = write_random(case, tmp_path)
     source = open_published(tmp_path)
-    model = GLM(build(ModelConfig, source.settings))
+    model = Transformer(build(ModelConfig, source.settings))
     weights = to_ours(source.theirs, source.mappings)
     for name, parameter in model.named_parameters():
         parameter.zero_()
@@ -116,7 +116,7 @@ def test_the_decoder_writes_what_its_class_writes(tmp_path):
     """With a cache, token by token, beyond the window."""
     theirs = write_random("modernbert_decoder", tmp_path)
     source = open_published(tmp_path)
-    model = GLM(build(ModelConfig, source.settings))
+    model = Transformer(build(ModelConfig, source.settings))
     weights = to_ours(source.theirs, source.mappings)
     for name, parameter in model.named_parameters():
         parameter.zero_()
@@ -134,7 +134,7 @@ def test_the_decoder_writes_what_its_class_writes(tmp_path):
 def test_modernbert_begins_with_normal_weights_that_end_at_two_deviations():
     """The deviation that is left is 0.880 of the one that is drawn; both output projections are 1 / sqrt(2 L) of it."""
     config = build(ModelConfig, {"system": "modernbert", **SIZES, "num_layers": 2, "hidden_size": 128})
-    drawn = dict(GLM(config).named_parameters())
+    drawn = dict(Transformer(config).named_parameters())
     initialize_parameters(drawn.items(), config, 7)
     shrunk = {"layers.1.attention.dense.weight": 0.5, "layers.0.mlp.dense_4h_to_h.weight": 0.5}
     plain = (

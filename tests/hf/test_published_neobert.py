@@ -20,9 +20,9 @@ from megatron_lite.hf.published.proof import our_output, texts_to_batch
 from megatron_lite.hf.published.source import open_published
 from megatron_lite.hf.published.write_config import hf_config
 from megatron_lite.inference.open_run import load_run
-from megatron_lite.model.flops import parameter_shapes
-from megatron_lite.model.init import initialize_parameters
-from megatron_lite.model.transformer import GLM
+from megatron_lite.transformer.flops import parameter_shapes
+from megatron_lite.transformer.init import initialize_parameters
+from megatron_lite.transformer.transformer import Transformer
 
 SIZES = {"num_layers": 1, "hidden_size": 128, "num_attention_heads": 4, "vocab_size": 97}
 MASKED = TREE | {"objectives": {"masked_lm": 1}}
@@ -50,7 +50,7 @@ def described(directory):
 
 def test_begins_with_uniform_weights():
     config = build(ModelConfig, {"system": "neobert", **SIZES})
-    drawn = dict(GLM(config).named_parameters())
+    drawn = dict(Transformer(config).named_parameters())
     initialize_parameters(drawn.items(), config, 7)
     for name in ("embedding.word_embeddings.weight", "layers.0.mlp.dense_4h_to_h.weight"):
         weights = drawn[name][:97]

@@ -21,7 +21,7 @@ from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.plain import make_engine
 from megatron_lite.hf.importing import import_directory
-from megatron_lite.model.batch import Batch
+from megatron_lite.transformer.batch import Batch
 
 # fp32: 50 steps add up the rounding of sums in another order.
 TOLERANCE = 1e-4

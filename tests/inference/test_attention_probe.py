@@ -13,8 +13,8 @@ from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.inference.attention_probe import AttentionProbe
 from megatron_lite.inference.cache import CachedPlan
 from megatron_lite.inference.texts import make_text_generator
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.micro_batch import MicroBatch
+from megatron_lite.transformer.batch import Batch
+from megatron_lite.transformer.micro_batch import MicroBatch
 
 CPU = torch.device("cpu")
 BEAMS = GenerationConfig(strategy="beam", num_beams=3, length_penalty=0.0, max_length=5, min_length=2)

@@ -19,10 +19,10 @@ from megatron_lite.inference.filling import (
     span_text,
 )
 from megatron_lite.inference.open_run import OpenRun
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.init import initialize_parameters
-from megatron_lite.model.micro_batch import MicroBatch
-from megatron_lite.model.transformer import GLM
+from megatron_lite.transformer.batch import Batch
+from megatron_lite.transformer.init import initialize_parameters
+from megatron_lite.transformer.micro_batch import MicroBatch
+from megatron_lite.transformer.transformer import Transformer
 
 SPECIAL = SpecialTokens(cls=1, sep=2, mask=3, smask=4, gmask=5, sop=6, eop=7, eos=8, pad=0, unk=9, dblock=10)
 CONTEXT = [1, 20, 21, 3, 22, 4, 23, 8]
@@ -33,7 +33,7 @@ def model():
     config = ModelConfig(
         num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=40, max_position=64, init_std=0.5
     )
-    model = GLM(config).eval()
+    model = Transformer(config).eval()
     initialize_parameters(model.named_parameters(), config, 3)
     return model
 
@@ -48,7 +48,7 @@ def any_model(request, model):
         positions="rotary", block_positions=request.param, rotary_share=0.5, num_key_value_heads=2, ffn="gated",
         tie_word_embeddings=False,
     )  # fmt: skip
-    rotary = GLM(config).eval()
+    rotary = Transformer(config).eval()
     initialize_parameters(rotary.named_parameters(), config, 3)
     return rotary
 
@@ -238,7 +238,7 @@ def test_no_two_tokens_share_the_last_block_position(positions):
         num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=40, max_position=7, init_std=0.5,
         positions=positions,
     )  # fmt: skip
-    model = GLM(config).eval()
+    model = Transformer(config).eval()
     initialize_parameters(model.named_parameters(), config, 3)
     filler = BlankFiller(model, SPECIAL, GenerationConfig(max_length=9, min_length=8))
     first, second = filler.hypotheses([CONTEXT])[0]

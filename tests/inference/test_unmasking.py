@@ -15,9 +15,9 @@ from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.inference.attention_probe import SINGLE_STACK, AttentionProbe
 from megatron_lite.inference.decoders import TextDecoder, _template
 from megatron_lite.inference.unmasking import fixed_counts
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.build import build_model
-from megatron_lite.model.micro_batch import MicroBatch
+from megatron_lite.transformer.batch import Batch
+from megatron_lite.transformer.build import build_model
+from megatron_lite.transformer.micro_batch import MicroBatch
 
 VOCAB = 130
 MASK, EOS = SPECIAL.mask, SPECIAL.eos

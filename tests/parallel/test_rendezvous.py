@@ -13,8 +13,8 @@ from support.project import ROOT, copied_project
 
 from data_utils.build.corpus import BuildConfig, build_corpus
 from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
-from megatron_lite.metrics import version
 from megatron_lite.parallel import rendezvous
+from megatron_lite.telemetry import version
 
 LIMIT_SECONDS = 120  # far below timeouts.setup_seconds, far above what a busy machine needs
 
@@ -135,7 +135,7 @@ def test_facts_change_with_the_program(tmp_path):
     project = copied_project(tmp_path)
     before = version.sources(project)
     assert before == version.sources(project) == version.sources()
-    with (project / "megatron_lite/model/transformer.py").open("a") as file:
+    with (project / "megatron_lite/transformer/transformer.py").open("a") as file:
         file.write("# another line\n")
     assert version.sources(project) != before
 

@@ -5,8 +5,8 @@ import tracemalloc
 
 from support.report_runs import train, write_records
 
-from megatron_lite.metrics.records import read_metrics
 from megatron_lite.report.curves import COLUMNS, MAX_CURVES, MAX_EVENTS, MAX_FILLINGS, Curve, read_records
+from megatron_lite.telemetry.records import read_metrics
 
 
 def test_few_values_are_all_kept():

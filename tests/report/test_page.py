@@ -14,11 +14,11 @@ from support.report_runs import HOSTILE, fit_and_fill, hostile_run, interrupted,
 
 from data_utils.common.errors import CheckpointError, ConfigError, DataError
 from data_utils.common.settings import merge
-from megatron_lite.metrics.records import read_metrics
 from megatron_lite.report.charts import linear_scale, logarithmic_scale
 from megatron_lite.report.html import element, escaped
 from megatron_lite.report.page import _facts, page
 from megatron_lite.report.run import read_run
+from megatron_lite.telemetry.records import read_metrics
 from scripts import checkpoints
 from scripts.report import main
 

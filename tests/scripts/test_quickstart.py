@@ -16,7 +16,7 @@ from data_utils.loader import blanks
 from data_utils.loader.blanks import Prompt, blank_tokens, cut
 from data_utils.tokenizers.special_tokens import SpecialTokens
 from megatron_lite.config.tree import load_config
-from megatron_lite.model.flops import parameter_count
+from megatron_lite.transformer.flops import parameter_count
 from scripts.quickstart.fill_examples import render
 from scripts.quickstart.words import WordBlank
 

@@ -20,8 +20,8 @@ from data_utils.tokenizers.word_marks import WordMarks, WordToken
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.inference.filling import BlankFiller
-from megatron_lite.model.init import initialize_parameters
-from megatron_lite.model.transformer import GLM
+from megatron_lite.transformer.init import initialize_parameters
+from megatron_lite.transformer.transformer import Transformer
 from scripts.quickstart import words
 from scripts.quickstart.ngram import BEAMS, DISCOUNT, NGram
 from scripts.quickstart.scores import (
@@ -252,7 +252,7 @@ def test_the_text_to_the_right_tells_what_the_left_cannot() -> None:
 def test_a_model_is_scored_as_it_fills() -> None:
     """One pass over the training row, against token by token with cached keys; no blank ends early."""
     config = ModelConfig(num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=50, max_position=16)
-    model = GLM(config).eval()
+    model = Transformer(config).eval()
     initialize_parameters(model.named_parameters(), config, 3)
     scored = list(model_log_probabilities(model, BLANKS, SPECIAL))
     assert [target for target, _ in scored] == [40, 30, 31]

@@ -17,8 +17,8 @@ from data_utils.common.settings import build, merge
 from data_utils.loader.loader import open_datasets
 from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.config.tree import Config
-from megatron_lite.metrics.records import last_validation, read_metrics
-from megatron_lite.metrics.reports import objective_losses
+from megatron_lite.telemetry.records import last_validation, read_metrics
+from megatron_lite.telemetry.reports import objective_losses
 from scripts.quickstart.unigram_baseline import (
     classes_of,
     log_frequencies,

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from data_utils.common.batch_fields import DOC, GRP, ORD
-from megatron_lite.model.attention_backends.layout import allowed
-from megatron_lite.model.kernels.dropout import Dropout, salts, token_keys
-from megatron_lite.model.kernels.varlen_kernels import VarlenKernel
+from megatron_lite.transformer.attention_backends.layout import allowed
+from megatron_lite.transformer.kernels.dropout import Dropout, salts, token_keys
+from megatron_lite.transformer.kernels.varlen_kernels import VarlenKernel
 from support.recipes import collate, make, windows
 
 CPU = torch.device("cpu")

@@ -26,7 +26,7 @@ from megatron_lite.hf.glm.configuration_glm import GLMConfig
 from megatron_lite.hf.glm.proof import class_inputs
 from megatron_lite.hf.published.proof import encoder_decoder_inputs, pad_texts, scatter_targets
 from megatron_lite.hf.published.systems import PUBLISHED
-from megatron_lite.model.attention_backends.layout import allowed
+from megatron_lite.transformer.attention_backends.layout import allowed
 from support.published import xlnet_logits
 
 SENTENCE_LOSSES = [loss.number for loss in LOSSES if loss.sentence_level]

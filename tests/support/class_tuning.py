@@ -14,9 +14,9 @@ from data_utils.tasks.templates.collate import collate
 from megatron_lite.config.learning_rates import learning_rate
 from megatron_lite.finetune.data import TaskData
 from megatron_lite.finetune.setup import Task
-from megatron_lite.model.init import initialize_parameters
-from megatron_lite.model.task_heads import TaskHead
-from megatron_lite.model.transformer import GLM
+from megatron_lite.transformer.init import initialize_parameters
+from megatron_lite.transformer.task_heads import TaskHead
+from megatron_lite.transformer.transformer import Transformer
 
 
 def tuned_losses(
@@ -63,7 +63,7 @@ def classification_loss(model: Any, samples: Sequence[TaskSample]) -> torch.Tens
 
 def initial_head(task: Task) -> TaskHead:
     """The weights with which our head of a task begins."""
-    model = GLM(task.config.model)
+    model = Transformer(task.config.model)
     initialize_parameters(model.named_parameters(), task.config.model, task.config.training.seed)
     assert model.heads.task is not None
     return model.heads.task

@@ -20,7 +20,7 @@ def launches(width, dtype, activations=99):
     import torch
 
     from megatron_lite.config.model import ACTIVATIONS
-    from megatron_lite.model.kernels import cross_entropy, fused
+    from megatron_lite.transformer.kernels import cross_entropy, fused
 
     rows, bias = torch.zeros(64, width, dtype=dtype), torch.zeros(width, dtype=dtype)
     keys, salt = torch.zeros(64, dtype=torch.int32), 7
@@ -46,7 +46,7 @@ def heads(size, dtype):
     """Those of heads, with all that they can have: normed, turned, and two queries for each key."""
     import torch
 
-    from megatron_lite.model.kernels import qkv_heads as heads
+    from megatron_lite.transformer.kernels import qkv_heads as heads
 
     given, angles, scale = (
         torch.zeros(64, 8, size, dtype=dtype),
@@ -64,7 +64,7 @@ def attention(size=64, tokens=128, longest=64):
     """Each kernel of attention under the rule, with all that it can have."""
     import torch
 
-    from megatron_lite.model.kernels import rule_attention
+    from megatron_lite.transformer.kernels import rule_attention
 
     qkv, columns = (
         torch.zeros(tokens, 3, 2, size, dtype=torch.bfloat16),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_lite.model.kernels import compat
+from megatron_lite.transformer.kernels import compat
 
 # CPU -> the questions of torch that it affirms.
 CPUS = {

@@ -11,10 +11,10 @@ from data_utils.common.batch_fields import DOC, FIELDS, GRP, ORD, POSITION_IDS, 
 from data_utils.objectives import OBJECTIVES
 from data_utils.tokenizers.special_tokens import SpecialTokens
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.init import initialize_parameters
-from megatron_lite.model.micro_batch import MicroBatch
-from megatron_lite.model.transformer import GLM
+from megatron_lite.transformer.batch import Batch
+from megatron_lite.transformer.init import initialize_parameters
+from megatron_lite.transformer.micro_batch import MicroBatch
+from megatron_lite.transformer.transformer import Transformer
 
 TWO_STACKS = {"decoder_layers": 2, "segments": 2}
 # Objective -> options of its model. T5 and UniLMv2 have relative positions; BART's layers are post-norm.
@@ -45,7 +45,7 @@ def make_run(objective, lacking=(), special=SPECIAL, model=None, **section):
     config = ModelConfig(
         **{"positions": "learned", **sizes, "init_std": 0.3, **MODELS[objective], **(model or {})}
     )
-    model = GLM(config).eval()
+    model = Transformer(config).eval()
     initialize_parameters(model.named_parameters(), config, 5)
     choice = SimpleNamespace(name=objective, section=OBJECTIVES[objective].config_class(**section))
     return SimpleNamespace(

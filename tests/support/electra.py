@@ -12,9 +12,9 @@ from data_utils.common.batch_fields import DOC, TARGETS, TOKENS
 from data_utils.common.settings import build, merge
 from data_utils.objectives import LOSSES
 from megatron_lite.config.tree import Config
-from megatron_lite.model.build import build_model
 from megatron_lite.models.electra.batch import ElectraBatch
 from megatron_lite.models.electra.config import generator_of
+from megatron_lite.transformer.build import build_model
 from support.own_models import OwnModelCase
 from support.recipes import collate, make, windows
 
@@ -122,7 +122,7 @@ def their_names(config: Config) -> dict[str, list[tuple[int, str]]]:
     """Our parameter -> its parts: 0 for the generator's class or 1 for the other, and the name there."""
     from megatron_lite.hf.published.systems import ELECTRA
     from megatron_lite.hf.published.tensor_map import tensor_mappings
-    from megatron_lite.model.build import model_spec
+    from megatron_lite.transformer.build import model_spec
 
     found: dict[str, list[tuple[int, str]]] = {}
     stacks = (("generator.", generator_of(config)), ("encoder.", config.model))

@@ -10,7 +10,7 @@ from data_utils.common.settings import build, merge
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.plain import make_engine as make
-from megatron_lite.model.tensor_parallel import local_shard, whole_shape
+from megatron_lite.transformer.tensor_parallel import local_shard, whole_shape
 from support.distributed import run_ranks
 from support.stub_engine import expected
 

@@ -10,11 +10,11 @@ import torch
 from megatron_lite.config.attention import IMPLEMENTATIONS
 from megatron_lite.config.sections import ParallelConfig, TrainingConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.model.attention_backends.layout import make_layout
-from megatron_lite.model.attention_backends.plan import plan_attention
-from megatron_lite.model.kernels.varlen_kernels import use_attention
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.runtime.process import set_numerics
+from megatron_lite.transformer.attention_backends.layout import make_layout
+from megatron_lite.transformer.attention_backends.plan import plan_attention
+from megatron_lite.transformer.kernels.varlen_kernels import use_attention
 from support import parity
 from support.attention import attend, draw, dropout_of, recipe_arrays, reference_attention
 from support.distributed import run_ranks

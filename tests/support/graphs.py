@@ -8,14 +8,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_lite.model import fused_block
-from megatron_lite.model import loss as lm_loss
-from megatron_lite.model.attention_backends import varlen
-from megatron_lite.model.kernels import fused
-from megatron_lite.model.kernels import qkv_heads as kernels_of_heads
-from megatron_lite.model.kernels.dropout import drop, hash_features, is_kept
-from megatron_lite.model.kernels.varlen_kernels import VarlenKernel
-from megatron_lite.model.rope import Rotary
+from megatron_lite.transformer import fused_block
+from megatron_lite.transformer import loss as lm_loss
+from megatron_lite.transformer.attention_backends import varlen
+from megatron_lite.transformer.kernels import fused
+from megatron_lite.transformer.kernels import qkv_heads as kernels_of_heads
+from megatron_lite.transformer.kernels.dropout import drop, hash_features, is_kept
+from megatron_lite.transformer.kernels.varlen_kernels import VarlenKernel
+from megatron_lite.transformer.rope import Rotary
 
 
 class _Capture(TorchDispatchMode):

@@ -10,8 +10,8 @@ from data_utils.common.settings import build
 from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.config.tree import Config
 from megatron_lite.inference.open_run import Run
-from megatron_lite.model.init import initialize_parameters
-from megatron_lite.model.transformer import GLM
+from megatron_lite.transformer.init import initialize_parameters
+from megatron_lite.transformer.transformer import Transformer
 from support.decoder_rows import MODELS
 from support.tokenizer_files import bert_vocab
 
@@ -45,7 +45,7 @@ def harness_run(directory: Path, objective: str, model: dict[str, Any] | None = 
     config = build(Config, tree)
     tokenizer = load_tokenizer(config.tokenizer)
     config = config.with_vocab_size(tokenizer.vocab_size)
-    made = GLM(config.model).eval()
+    made = Transformer(config.model).eval()
     initialize_parameters(made.named_parameters(), config.model, 5)
     checkpoint = SimpleNamespace(path="runs/some", state={"consumed_samples": 1}, step=10)
     return Run(config, tokenizer, checkpoint, model=made)

@@ -11,9 +11,9 @@ from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.files.weights import Weights
-from megatron_lite.model.flops import parameter_shapes
-from megatron_lite.model.init import initialize_parameters
-from megatron_lite.model.transformer import GLM
+from megatron_lite.transformer.flops import parameter_shapes
+from megatron_lite.transformer.init import initialize_parameters
+from megatron_lite.transformer.transformer import Transformer
 
 WORDPIECE = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", ",", *(f"word{i}" for i in range(60))]
 
@@ -54,9 +54,9 @@ def make_config(settings: dict) -> Config:
     return config.with_vocab_size(load_tokenizer(config.tokenizer).vocab_size)
 
 
-def make_model(config: Config, seed: int = 3) -> GLM:
+def make_model(config: Config, seed: int = 3) -> Transformer:
     """In eval mode. Biases and LayerNorms are drawn too: zeros and ones would hide a mistake in them."""
-    model = GLM(config.model).eval()
+    model = Transformer(config.model).eval()
     initialize_parameters(model.named_parameters(), config.model, seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -69,13 +69,13 @@ def make_model(config: Config, seed: int = 3) -> GLM:
     return model
 
 
-def without_padding(model: GLM) -> dict[str, torch.Tensor]:
+def without_padding(model: Transformer) -> dict[str, torch.Tensor]:
     """The weights as a checkpoint holds them."""
     shapes = parameter_shapes(model.config)
     return {name: p.detach()[: shapes[name][0]] for name, p in model.named_parameters()}
 
 
-def write_run(directory: Path, settings: dict) -> GLM:
+def write_run(directory: Path, settings: dict) -> Transformer:
     """A run directory whose newest checkpoint holds the returned model."""
     config = make_config(settings)
     model = make_model(config)

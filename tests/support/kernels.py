@@ -8,7 +8,7 @@ from unittest import mock
 
 import triton
 
-from megatron_lite.model.kernels import fused
+from megatron_lite.transformer.kernels import fused
 
 
 @contextlib.contextmanager

@@ -12,12 +12,12 @@ from data_utils.loader.loader import open_datasets
 from data_utils.objectives import LOSS_NAMES
 from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.config.tree import Config
-from megatron_lite.model.build import build_model, model_spec
-from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.models.optimus.config import latent_of
 from megatron_lite.models.optimus.latent import beta
 from megatron_lite.models.optimus.model import Optimus
 from megatron_lite.models.optimus.open_run import LatentRun
+from megatron_lite.transformer.build import build_model, model_spec
+from megatron_lite.transformer.micro_batch import MicroBatch
 
 
 def learn(tree: dict[str, Any]) -> LatentRun:

@@ -23,7 +23,7 @@ def main():
     import triton
 
     from benchmarks.step_trace.without_gpu import compile_only
-    from megatron_lite.model.kernels import fused
+    from megatron_lite.transformer.kernels import fused
 
     asked, launched = [], []
     compile_only(asked, lambda *arguments: launched.append(arguments))

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from megatron_lite.config.sections import OptimizerConfig
-from megatron_lite.model.tensor_parallel import Partition, partition_of
 from megatron_lite.optim.buckets import Bucket, ParamGroup, allocate_moments
 from megatron_lite.optim.factory import OPTIMIZERS, TensorIndex
 from megatron_lite.optim.lr_multipliers import NO_MULTIPLIERS
 from megatron_lite.parallel.collectives import SINGLE
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.transformer.tensor_parallel import Partition, partition_of
 
 ALL = tuple(OPTIMIZERS)
 State = dict[str, Any]

@@ -17,8 +17,8 @@ from data_utils.objectives import LOSS_NAMES, LOSSES
 from megatron_lite.checkpoint.verify import find_manifest
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.plain import make_engine
-from megatron_lite.model.batch import Batch
 from megatron_lite.train.trainer import Trainer
+from megatron_lite.transformer.batch import Batch
 from support.parity_cases import ROW_LENGTH, VOCAB_SIZE, Case
 from support.whole_weights import load_weights
 

@@ -40,11 +40,11 @@ from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.engine.engine import TYPES, Engine
 from megatron_lite.engine.parameter_groups import parameter_groups
 from megatron_lite.engine.plain import make_engine
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.build import build_model, model_spec
-from megatron_lite.model.micro_batch import MicroBatch
-from megatron_lite.model.tensor_parallel import whole_shape
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.transformer.batch import Batch
+from megatron_lite.transformer.build import build_model, model_spec
+from megatron_lite.transformer.micro_batch import MicroBatch
+from megatron_lite.transformer.tensor_parallel import whole_shape
 from support.distributed import run_ranks
 from support.electra import CASES as GENERATOR_AND_DISCRIMINATOR
 from support.entity_models import CASES as ENTITIES

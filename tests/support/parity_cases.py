@@ -12,7 +12,7 @@ from data_utils.common.batch_fields import BLOCK_POSITION_IDS, DOC, ORD, POSITIO
 from data_utils.common.settings import build
 from megatron_lite.config.sections import OPTIMIZERS as KINDS_OF_OPTIMIZER
 from megatron_lite.config.tree import Config
-from megatron_lite.model.batch import Batch
+from megatron_lite.transformer.batch import Batch
 from support.batches import prefix_batch
 
 MAX_RANKS = 8

@@ -14,14 +14,14 @@ FURTHER = "tests/train/test_parity.py::test_some_further_cases_equal_one_process
 HALF = "tests/train/test_parity.py::test_stages_of_zero_agree_in_half_precision"
 SAME_SAMPLES = "tests/train/test_trainer.py::test_another_number_of_ranks_sees_the_same_samples"
 EPOCHS = "tests/data/loader/test_mixture.py::test_each_epoch_visits_every_window_once_in_another_order"
-VIEWS = "tests/model/test_attention_layout.py::test_views_match_the_rule"
-HEADS = "tests/model/test_heads.py::test_heads_and_options_are_the_same_in_every_layout"
+VIEWS = "tests/transformer/test_attention_layout.py::test_views_match_the_rule"
+HEADS = "tests/transformer/test_heads.py::test_heads_and_options_are_the_same_in_every_layout"
 RESUMED = "tests/train/test_trainer.py::test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit"
-UPDATE = "tests/model/test_lora.py"
+UPDATE = "tests/transformer/test_lora.py"
 PAIR, DRAWS = "tests/electra/test_model.py", "tests/electra/test_sampling.py"
 SHARDED = "megatron_lite/optim/sharded.py"
 BUCKETS = "megatron_lite/optim/buckets.py"
-TENSOR = "megatron_lite/model/tensor_parallel.py"
+TENSOR = "megatron_lite/transformer/tensor_parallel.py"
 ENGINE = "megatron_lite/engine/engine.py"
 TRAINER = "megatron_lite/train/trainer.py"
 WRITE = "data_utils/objectives/blank_infilling/spans.py"
@@ -51,7 +51,7 @@ GRADIENTS = (
     ),
     Plant(
         "gradient of the final norm differs on tensor-parallel ranks under sequence parallelism",
-        "megatron_lite/model/lm_head.py",
+        "megatron_lite/transformer/lm_head.py",
         "hidden = gather_tokens(hidden, self.parallel.group)\n        vectors",
         "rows_of_all = gather_tokens(hidden, self.parallel.group)\n"
         "            own = rows_of_all * 0\n"
@@ -162,10 +162,10 @@ LOSSES = (
     ),
     Plant(
         "cross entropy counts the padding rows of the vocabulary",
-        "megatron_lite/model/loss.py",
+        "megatron_lite/transformer/loss.py",
         "    real = logits[:, :valid]\n    chunks",
         "    real = logits\n    chunks",
-        ("tests/model/test_cross_entropy.py",),
+        ("tests/transformer/test_cross_entropy.py",),
     ),
     Plant(
         "labels of causal language modelling one place late",
@@ -209,7 +209,7 @@ LOSSES = (
 DROPOUT = (
     Plant(
         "dropout of attention equal on all tensor-parallel ranks",
-        "megatron_lite/model/micro_batch.py",
+        "megatron_lite/transformer/micro_batch.py",
         "first_head = config.num_attention_heads // tensor_parallel_size * tensor_parallel_rank",
         "first_head = 0",
         (f"{FURTHER}[2x1x1]",),
@@ -217,7 +217,7 @@ DROPOUT = (
     ),
     Plant(
         "dropout of hidden states different on tensor-parallel ranks",
-        "megatron_lite/model/micro_batch.py",
+        "megatron_lite/transformer/micro_batch.py",
         "keys = token_keys(dropout_seed, batch.samples,",
         "keys = token_keys(dropout_seed + tensor_parallel_rank, batch.samples,",
         (f"{FURTHER}[2x1x1]",),
@@ -241,7 +241,7 @@ DROPOUT = (
     ),
     Plant(
         "recomputation draws other dropout than the forward pass",
-        "megatron_lite/model/kernels/dropout.py",
+        "megatron_lite/transformer/kernels/dropout.py",
         "        return FeatureDropout(self.keys, int(salts(len(self.salts) - 1)[layer, SITES.index(site)]), p)",
         "        seen = self.__dict__.setdefault('seen', [])\n        seen.append(site)\n"
         "        salt = int(salts(len(self.salts) - 1)[layer, SITES.index(site)])\n"
@@ -325,21 +325,21 @@ SAMPLES = (
 ROWS = (
     Plant(
         "a token sees the one after it",
-        "megatron_lite/model/attention_backends/layout.py",
+        "megatron_lite/transformer/attention_backends/layout.py",
         "seen = time <= bound",
         "seen = time <= bound + 1",
         (VIEWS,),
     ),
     Plant(
         "the query stream sees the token that it predicts",
-        "megatron_lite/model/attention_backends/layout.py",
+        "megatron_lite/transformer/attention_backends/layout.py",
         "query_bound=np.where(step >= 0, step, -step - 1)",
         "query_bound=np.where(step >= 0, step, -step)",
         (VIEWS,),
     ),
     Plant(
         "attention across the documents of a row",
-        "megatron_lite/model/attention_backends/layout.py",
+        "megatron_lite/transformer/attention_backends/layout.py",
         "document = batch_index // doc.shape[1] * (flat_doc.max(initial=0) + 1) + flat_doc[batch_index]",
         "document = batch_index // doc.shape[1]",
         (VIEWS,),
@@ -425,14 +425,14 @@ WIDTHS = (
     ),
     Plant(
         "logits that are not divided by the width under muP",
-        "megatron_lite/model/lm_head.py",
+        "megatron_lite/transformer/lm_head.py",
         "config.hidden_size**-0.5 if config.scale_head else 1 / config.width_ratio",
         "config.hidden_size**-0.5 if config.scale_head else 1.0",
         ("tests/train/test_mup.py",),
     ),
     Plant(
         "initial values of matrices that do not follow the width under muP",
-        "megatron_lite/model/init.py",
+        "megatron_lite/transformer/init.py",
         "std *= config.width_ratio**-0.5 if is_hidden(name) else 1.0",
         "std *= 1.0",
         ("tests/train/test_mup.py",),
@@ -470,7 +470,7 @@ INSIDE = (
     ),
     Plant(
         "norms of heads whose scales each rank trains for itself",
-        "megatron_lite/model/norms.py",
+        "megatron_lite/transformer/norms.py",
         "[self.parallel.copy(norm.weight) for",
         "[norm.weight for",
         (f"{FURTHER}[2x2x1]",),
@@ -541,7 +541,7 @@ LORA = (
     ),
     Plant(
         "B of LoRA's updates drawn at random",
-        "megatron_lite/model/init.py",
+        "megatron_lite/transformer/init.py",
         'name.endswith("bias") or (LORA in name and name.endswith(".b"))',
         'name.endswith("bias")',
         (UPDATE,),
@@ -555,14 +555,14 @@ LORA = (
     ),
     Plant(
         "gradient of A not summed over the tensor-parallel ranks that have the rows of B",
-        "megatron_lite/model/lora.py",
+        "megatron_lite/transformer/lora.py",
         "return linear(self.parallel.copy(inner) * self.site.settings.scale, self.b)",
         "return linear(inner * self.site.settings.scale, self.b)",
         (UPDATE,),
     ),
     Plant(
         "updates of Q, K and V on one another's rows",
-        "megatron_lite/model/lora.py",
+        "megatron_lite/transformer/lora.py",
         "sizes = list(zip(PARTS[path], partition.block_rows(rows), strict=True))",
         "sizes = list(zip(PARTS[path][::-1], partition.block_rows(rows), strict=True))",
         (UPDATE,),

@@ -30,7 +30,7 @@ OBJECTIVES = (
     ),
     Plant(
         "masked diffusion divided by the weights of its masks",
-        "megatron_lite/model/batch.py",
+        "megatron_lite/transformer/batch.py",
         "return np.where(by_tokens, np.float32(1.0), self.weights)",
         "return self.weights",
         ("tests/train/test_masked_diffusion.py",),

@@ -12,21 +12,21 @@ LAYOUTS = "tests/train/test_parity.py::test_some_further_cases_equal_one_process
 POSITIONS = (
     Plant(
         "distances from the key to the query",
-        "megatron_lite/model/disentangled.py",
+        "megatron_lite/transformer/disentangled.py",
         "positions[queries][..., :, None] - positions[keys][..., None, :]",
         "positions[keys][..., None, :] - positions[queries][..., :, None]",
         (CLASS,),
     ),
     Plant(
         "queries of buckets without the factor of queries",
-        "megatron_lite/model/disentangled.py",
+        "megatron_lite/transformer/disentangled.py",
         "position_queries * (self.factor * scale)",
         "position_queries * scale",
         (CLASS,),
     ),
     Plant(
         "the gradient of buckets is that of a rank's own heads",
-        "megatron_lite/model/disentangled.py",
+        "megatron_lite/transformer/disentangled.py",
         "PositionVectors(self.parallel.copy(vectors), tuple(buckets))",
         "PositionVectors(vectors, tuple(buckets))",
         (LAYOUTS,),

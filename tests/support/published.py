@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from data_utils.common.batch_fields import DOC, GRP, ORD, POSITION_IDS, SEGMENT_IDS, TOKENS
-from megatron_lite.model.attention_backends.layout import allowed
+from megatron_lite.transformer.attention_backends.layout import allowed
 from support import neobert
 
 BERT = {

@@ -7,8 +7,8 @@ import numpy as np
 from data_utils.common.batch_fields import DOC, FIELDS, PADDING_DOC, POSITION_IDS, TOKENS, WEIGHTS
 from data_utils.common.settings import build
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.init import initialize_parameters
-from megatron_lite.model.transformer import GLM
+from megatron_lite.transformer.init import initialize_parameters
+from megatron_lite.transformer.transformer import Transformer
 
 SIZES = {
     "system": "deberta_v3", "num_layers": 2, "hidden_size": 24, "num_attention_heads": 3, "vocab_size": 97,
@@ -18,7 +18,7 @@ SIZES = {
 
 def small_model(**options):
     config = build(ModelConfig, {**SIZES, "embedding_dropout": 0, "attention_dropout": 0, **options})
-    model = GLM(config)
+    model = Transformer(config)
     initialize_parameters(model.named_parameters(), config, 3)
     return model
 

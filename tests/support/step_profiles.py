@@ -135,7 +135,7 @@ def plant(kind):
     import torch.nn.functional as F
 
     from benchmarks.step_trace import trace
-    from megatron_lite.model.block import Block
+    from megatron_lite.transformer.block import Block
     from support.task_batches import task_batch
 
     if kind in TASKS:

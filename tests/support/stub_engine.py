@@ -15,8 +15,8 @@ from megatron_lite.checkpoint.fragments import Fragment
 from megatron_lite.checkpoint.manifest import ADAM_STATE, Checkpoint
 from megatron_lite.checkpoint.read import _SliceReader
 from megatron_lite.checkpoint.shard_slices import ShardSlice, matrix_shape
-from megatron_lite.model.tensor_parallel import Partition
 from megatron_lite.parallel.collectives import SINGLE
+from megatron_lite.transformer.tensor_parallel import Partition
 
 SHAPES = {"words": (300, 32), "dense.weight": (64, 48), "dense.bias": (48,), "norm": (7,)}
 

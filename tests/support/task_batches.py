@@ -7,7 +7,7 @@ import numpy as np
 from data_utils.common.batch_fields import Example
 from data_utils.tasks.base import TargetGroup, TaskSample
 from data_utils.tasks.templates.collate import collate
-from megatron_lite.model.task_batch import TaskBatch
+from megatron_lite.transformer.task_batch import TaskBatch
 
 VOCAB, CLASSES = 90, 3
 

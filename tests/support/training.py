@@ -10,8 +10,8 @@ from data_utils.loader.loader import open_datasets
 from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.plain import make_engine
-from megatron_lite.model.build import model_spec
 from megatron_lite.train.trainer import Trainer
+from megatron_lite.transformer.build import model_spec
 
 
 def open_data(tree):

@@ -5,7 +5,7 @@ import torch
 
 from megatron_lite.checkpoint.read import weight_reader
 from megatron_lite.checkpoint.shard_slices import matrix_shape
-from megatron_lite.model.tensor_parallel import whole_shape
+from megatron_lite.transformer.tensor_parallel import whole_shape
 
 
 def placed_weights(engine):

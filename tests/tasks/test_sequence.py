@@ -18,7 +18,7 @@ from data_utils.tasks.templates.input_formats import InputFormat
 from data_utils.tasks.templates.render import Renderer
 from data_utils.tasks.templates.sequence import overhead
 from megatron_lite.inference.filling import blank_context
-from megatron_lite.model.batch import Batch
+from megatron_lite.transformer.batch import Batch
 
 SOURCE, TARGET = "rain falls in wet city", "he runs north"
 PAIR = record(TARGET, source=SOURCE, target=TARGET)

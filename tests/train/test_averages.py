@@ -15,8 +15,8 @@ from megatron_lite.checkpoint.read import load_checkpoint
 from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.sections import ParallelConfig
-from megatron_lite.model.batch import Batch
 from megatron_lite.optim import ema as averages
+from megatron_lite.transformer.batch import Batch
 
 # At an interval of 1 the decay is below the warm-up from the fourth update on, at 2 from the first.
 STEPS, DECAY = 5, 0.3

@@ -36,10 +36,10 @@ from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published.heads import OTHER_HEADS
 from megatron_lite.inference.open_run import load_run
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.micro_batch import MicroBatch
-from megatron_lite.model.task_heads import SentenceHead
-from megatron_lite.model.transformer import GLM
+from megatron_lite.transformer.batch import Batch
+from megatron_lite.transformer.micro_batch import MicroBatch
+from megatron_lite.transformer.task_heads import SentenceHead
+from megatron_lite.transformer.transformer import Transformer
 
 HEADS = ("sentence_reordering:9", "sentence_distance:3", "token_document:2", "capitalization:2")
 NAMES = tuple(head.partition(":")[0] for head in HEADS)  # of pairs: tests/train/test_labelled_pairs.py
@@ -286,7 +286,7 @@ def test_a_small_model_reads_order_and_distance(name, best):
         positions="learned", sentence_classes=2, class_heads=HEADS, init_std=0.1, norm="post",
         embedding_dropout=0.0, attention_dropout=0.0, output_dropout=0.0,
     )  # fmt: skip
-    model, rng = GLM(config, num_losses=len(LOSS_NAMES)), np.random.default_rng(2)
+    model, rng = Transformer(config, num_losses=len(LOSS_NAMES)), np.random.default_rng(2)
     for key, parameter in model.named_parameters():
         fill = torch.nn.init.ones_ if "layernorm.weight" in key else torch.nn.init.zeros_
         torch.nn.init.normal_(parameter, std=0.1) if parameter.dim() > 1 else fill(parameter)

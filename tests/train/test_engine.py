@@ -20,10 +20,10 @@ from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import warn_of_slow_attention
 from megatron_lite.engine.parameter_groups import parameter_groups
 from megatron_lite.engine.plain import make_engine
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.build import build_model
-from megatron_lite.model.kernels import fused
 from megatron_lite.optim.uncompiled import AdamW
+from megatron_lite.transformer.batch import Batch
+from megatron_lite.transformer.build import build_model
+from megatron_lite.transformer.kernels import fused
 
 
 def poisoned_steps(context, settings):

@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.engine.engine import Engine
-from megatron_lite.model import lengths as lengths_of
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.init import initialize_parameters
-from megatron_lite.model.kernels import compat
-from megatron_lite.model.transformer import GLM
+from megatron_lite.transformer import lengths as lengths_of
+from megatron_lite.transformer.batch import Batch
+from megatron_lite.transformer.init import initialize_parameters
+from megatron_lite.transformer.kernels import compat
+from megatron_lite.transformer.transformer import Transformer
 
 CPU = torch.device("cpu")
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
@@ -71,7 +71,7 @@ def test_products_have_few_shapes(monkeypatch, dropout):
         "model.vocab_size=3072",
         f"model.attention_dropout={dropout}",
     )
-    model = GLM(made._config.model, num_losses=len(LOSS_NAMES))
+    model = Transformer(made._config.model, num_losses=len(LOSS_NAMES))
     initialize_parameters(model.named_parameters(), made._config.model, 1)
     model.to(torch.bfloat16)
     lengths, counts = set(), set()

@@ -28,9 +28,9 @@ from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published.heads import OTHER_HEADS
 from megatron_lite.inference.open_run import load_run
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.micro_batch import MicroBatch
-from megatron_lite.model.transformer import GLM
+from megatron_lite.transformer.batch import Batch
+from megatron_lite.transformer.micro_batch import MicroBatch
+from megatron_lite.transformer.transformer import Transformer
 
 NAMES = ("relevance", "discourse_relation")
 HEADS = ["relevance:3", "discourse_relation:4"]
@@ -176,7 +176,7 @@ def loss_after(steps, told, size):
         positions="learned", sentence_classes=2, class_heads=("relevance:3",), norm="post",
         embedding_dropout=0.0, attention_dropout=0.0, output_dropout=0.0,
     )  # fmt: skip
-    model, rng = GLM(config, num_losses=len(LOSS_NAMES)), np.random.default_rng(2)
+    model, rng = Transformer(config, num_losses=len(LOSS_NAMES)), np.random.default_rng(2)
     for key, parameter in model.named_parameters():
         fill = torch.nn.init.ones_ if "layernorm.weight" in key else torch.nn.init.zeros_
         torch.nn.init.normal_(parameter, std=0.1) if parameter.dim() > 1 else fill(parameter)

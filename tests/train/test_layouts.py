@@ -11,8 +11,8 @@ from support.training import make_trainer
 from data_utils.common.batch_fields import DOC, OBJECTIVE
 from data_utils.common.settings import merge
 from megatron_lite.config.sections import ParallelConfig
-from megatron_lite.metrics.writer import Metrics
 from megatron_lite.runtime.control import RunControl
+from megatron_lite.telemetry.writer import Metrics
 
 MIXED = {
     "objectives": {

@@ -24,10 +24,10 @@ from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.model.flops import trained_count
-from megatron_lite.model.init import initialize_parameters
-from megatron_lite.model.transformer import GLM
 from megatron_lite.train.resume import check_beginning
+from megatron_lite.transformer.flops import trained_count
+from megatron_lite.transformer.init import initialize_parameters
+from megatron_lite.transformer.transformer import Transformer
 
 LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.1}
 OTHER_SCALE = {"rank_stabilized": True}  # 4 instead of 2
@@ -157,7 +157,7 @@ def test_initial_factors_are_pefts():
         "vocab_size": 128,
         "max_position": 8,
     }
-    model = GLM(build(ModelConfig, {**settings, "lora": {"rank": 64}}))
+    model = Transformer(build(ModelConfig, {**settings, "lora": {"rank": 64}}))
     initialize_parameters(model.named_parameters(), model.config, 5)
     factors = {name: p for name, p in model.named_parameters() if ".lora." in name}
     assert len(factors) == 8

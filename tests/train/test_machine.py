@@ -10,9 +10,9 @@ from support.training import make_trainer
 from data_utils.common.settings import merge
 from megatron_lite.checkpoint.verify import newest_readable
 from megatron_lite.estimate.gpus import GPUS
-from megatron_lite.metrics import peak_flops as machine
-from megatron_lite.metrics.peak_flops import PeakFlops, best_seconds, device_name, known_peak_tflops
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.telemetry import peak_flops as machine
+from megatron_lite.telemetry.peak_flops import PeakFlops, best_seconds, device_name, known_peak_tflops
 
 
 @pytest.mark.parametrize(

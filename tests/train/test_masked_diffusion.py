@@ -16,10 +16,10 @@ from data_utils.common.batch_fields import DOC, FIELDS, OBJECTIVE, PADDING_DOC, 
 from data_utils.common.losses import MASKED_DIFFUSION
 from data_utils.common.settings import merge
 from data_utils.objectives import LOSS_NAMES
-from megatron_lite.metrics.writer import Metrics
-from megatron_lite.model.batch import Batch
+from megatron_lite.telemetry.writer import Metrics
 from megatron_lite.train.loss_normaliser import LossNormaliser
 from megatron_lite.train.step import StepCounts, StepInputs
+from megatron_lite.transformer.batch import Batch
 
 COUNT = len(LOSS_NAMES)
 NUMBER = MASKED_DIFFUSION.number

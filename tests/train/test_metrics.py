@@ -7,14 +7,14 @@ import pytest
 from support.waiting import wait_until
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.metrics.formatting import format_count, format_duration
-from megatron_lite.metrics.reports import (
+from megatron_lite.telemetry.formatting import format_count, format_duration
+from megatron_lite.telemetry.reports import (
     objective_losses,
     train_line,
     validation_line,
 )
-from megatron_lite.metrics.writer import Metrics, has_saved, is_recorded
-from megatron_lite.model.flops import layer_costs, step_flops
+from megatron_lite.telemetry.writer import Metrics, has_saved, is_recorded
+from megatron_lite.transformer.flops import layer_costs, step_flops
 
 
 def test_flops_of_a_hand_counted_model():

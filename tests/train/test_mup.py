@@ -15,9 +15,9 @@ from support.parity_cases import Case
 from data_utils.common.settings import build
 from megatron_lite.config.model import ModelConfig, MupConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.model.init import initialize_parameters
-from megatron_lite.model.mup import is_hidden
-from megatron_lite.model.transformer import GLM
+from megatron_lite.transformer.init import initialize_parameters
+from megatron_lite.transformer.mup import is_hidden
+from megatron_lite.transformer.transformer import Transformer
 from scripts.coordinate_check import at_width, check, draw, slope
 
 WIDTHS = (64, 128, 256, 512)
@@ -67,7 +67,7 @@ HEADS = {
 def test_which_initial_values_follow_the_width():
     config = ModelConfig(num_layers=2, hidden_size=128, num_attention_heads=2, **HEADS)
     narrow = dataclasses.replace(config, mup=MupConfig(base_hidden_size=8))
-    models = GLM(config), GLM(narrow)
+    models = Transformer(config), Transformer(narrow)
     for model in models:
         initialize_parameters(model.named_parameters(), model.config, 1)
     usual, scaled = (dict(model.named_parameters()) for model in models)
@@ -101,7 +101,7 @@ def test_logits_and_scores_are_scaled():
     """With the weights of a model without muP: as its logits over m, and its scores by the width of a head."""
     config = ModelConfig(num_layers=1, hidden_size=32, num_attention_heads=2, **HEADS)
     scaled = dataclasses.replace(config, mup=MupConfig(base_hidden_size=8, base_head_size=4))
-    usual, model = GLM(config), GLM(scaled)
+    usual, model = Transformer(config), Transformer(scaled)
     initialize_parameters(usual.named_parameters(), dataclasses.replace(config, init_std=0.5), 1)
     model.load_state_dict(usual.state_dict())
     rows = torch.randn(5, 32)

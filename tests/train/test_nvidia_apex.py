@@ -25,9 +25,9 @@ from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine import nvidia_apex
 from megatron_lite.engine.plain import make_engine
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.norms import LayerNorm
-from megatron_lite.model.tensor_parallel import TensorParallel
+from megatron_lite.transformer.batch import Batch
+from megatron_lite.transformer.norms import LayerNorm
+from megatron_lite.transformer.tensor_parallel import TensorParallel
 
 STAND_IN = ROOT / "tests/support/nvidia_apex"
 APEX = {"optimizer": {"kernel": "apex"}, "training": {"layernorm": "apex"}}

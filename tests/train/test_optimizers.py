@@ -28,8 +28,6 @@ from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.sections import OptimizerConfig, ParallelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.plain import make_engine
-from megatron_lite.model.loss import sum_losses
-from megatron_lite.model.tensor_parallel import Partition
 from megatron_lite.optim.buckets import ParamGroup
 from megatron_lite.optim.muon import assign_owners, is_orthogonalized, multiply_adds, orthogonal
 from megatron_lite.optim.sharded import ShardedOptimizer
@@ -37,6 +35,8 @@ from megatron_lite.parallel.collectives import SINGLE
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.callbacks.gradient_norms import GradientNorms
 from megatron_lite.train.continuation import require_same_optimizer
+from megatron_lite.transformer.loss import sum_losses
+from megatron_lite.transformer.tensor_parallel import Partition
 
 WEIGHTS = [[0.5, -0.25, 0.125], [1.0, 0.75, -0.5]]
 FIRST = [[0.1, -0.2, 0.3], [-0.4, 0.5, -0.6]]

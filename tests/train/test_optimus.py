@@ -19,9 +19,9 @@ from megatron_lite.config.tree import Config
 from megatron_lite.engine.plain import PlainEngine, make_engine
 from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.files.weights import Weights
-from megatron_lite.model.flops import parameter_shapes
 from megatron_lite.train.resume import check_beginning, load_beginning
 from megatron_lite.train.trainer import Trainer
+from megatron_lite.transformer.flops import parameter_shapes
 
 STEPS = 6
 # After six AdamW steps in fp32: sums over ranks in another order. Weights are about 0.02, a step moves them by 1e-3.

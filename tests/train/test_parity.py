@@ -17,7 +17,7 @@ from data_utils.common.errors import ConfigError
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.engine.engine import Engine
 from megatron_lite.engine.plain import make_engine
-from megatron_lite.model.tensor_parallel import TensorParallel
+from megatron_lite.transformer.tensor_parallel import TensorParallel
 
 
 def failures(cases):

@@ -14,8 +14,8 @@ from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.checkpoint.manifest import list_checkpoints
 from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.tree import Config
-from megatron_lite.metrics.records import read_metrics
 from megatron_lite.runtime.changes import differences
+from megatron_lite.telemetry.records import read_metrics
 
 BOTH = {"objectives": {"blank_infilling": 1, "masked_lm": 1}, "model": {"max_position": 66}}
 PHASES = [

@@ -16,10 +16,10 @@ from data_utils.common.batch_fields import OBJECTIVE, WEIGHTS
 from data_utils.common.errors import DataError, ExitStatus
 from data_utils.common.settings import build, merge
 from megatron_lite.config.tree import Config
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.micro_batch import prepare
 from megatron_lite.runtime import control
 from megatron_lite.train.prefetch import Prefetch
+from megatron_lite.transformer.batch import Batch
+from megatron_lite.transformer.micro_batch import prepare
 
 CPU = torch.device("cpu")
 

@@ -19,7 +19,7 @@ from data_utils.common.settings import build, merge
 from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.checkpoint.manifest import checkpoint_name, list_checkpoints
 from megatron_lite.config.tree import Config
-from megatron_lite.metrics.records import read_metrics
+from megatron_lite.telemetry.records import read_metrics
 from megatron_lite.train.resume import check_beginning
 
 # Before the start

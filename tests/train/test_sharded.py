@@ -23,11 +23,11 @@ from megatron_lite.config.deepspeed_options import default_bucket_size
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.plain import make_engine
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.tensor_parallel import is_partial
 from megatron_lite.optim.buckets import ALIGNMENT, Bucket, ParamGroup, assign_buckets
 from megatron_lite.parallel import collectives
 from megatron_lite.parallel.collectives import Group
+from megatron_lite.transformer.batch import Batch
+from megatron_lite.transformer.tensor_parallel import is_partial
 
 WORLD, BUCKET = 8, 20_000
 

@@ -13,8 +13,8 @@ from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config, load_config
 from megatron_lite.engine.plain import make_engine
 from megatron_lite.engine.stage_counts import stages
-from megatron_lite.model.flops import layer_costs, parameter_count
-from megatron_lite.model.transformer import GLM
+from megatron_lite.transformer.flops import layer_costs, parameter_count
+from megatron_lite.transformer.transformer import Transformer
 
 MODEL = {
     "model": {"num_layers": 5, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 300, "max_position": 64},
@@ -73,7 +73,7 @@ def test_one_process_holds_the_whole_model(name):
     config = load_config([ROOT / f"configs/{name}.yaml"])
     (stage,) = stages(build(Config, merge(to_tree(config), {"parallel": {"pipeline_parallel_size": 1}})))
     with torch.device("meta"):
-        whole = sum(parameter.numel() for parameter in GLM(config.model).parameters())
+        whole = sum(parameter.numel() for parameter in Transformer(config.model).parameters())
     assert stage.parameters == parameter_count(config.model) == whole
 
 

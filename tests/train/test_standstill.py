@@ -10,7 +10,7 @@ from support.distributed import run_ranks
 from support.training import make_trainer
 
 from data_utils.common.settings import merge
-from megatron_lite.metrics.standstill import MIN_EVALUATIONS, Standstill
+from megatron_lite.telemetry.standstill import MIN_EVALUATIONS, Standstill
 
 
 def said(losses, rate=1.0, interval=100) -> list[str]:

@@ -22,9 +22,9 @@ from support.waiting import HANG_SECONDS
 
 from data_utils.common.settings import build
 from megatron_lite.config.tree import Config
-from megatron_lite.metrics.records import read_metrics
-from megatron_lite.metrics.trackers import Background, TrackerError, make_trackers, require_trackers
-from megatron_lite.metrics.writer import Metrics
+from megatron_lite.telemetry.records import read_metrics
+from megatron_lite.telemetry.trackers import Background, TrackerError, make_trackers, require_trackers
+from megatron_lite.telemetry.writer import Metrics
 
 
 @pytest.fixture(autouse=True)

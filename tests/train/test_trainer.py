@@ -127,7 +127,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(settings, tmp_p
 def test_the_program_is_recorded_and_a_change_is_said(settings, tmp_path, monkeypatch):
     for number, stop in ((1, 1), (1, 2), (2, 3)):
         new = {"version": str(number), "commit": "abc", "changed": False}
-        monkeypatch.setattr("megatron_lite.metrics.version.program", lambda packages=(), new=new: new)
+        monkeypatch.setattr("megatron_lite.telemetry.version.program", lambda packages=(), new=new: new)
         said, _ = run_ranks(warnings_of_fit, 2, merge(settings, {"training": {"stop_after_step": stop}}))
         assert read_checkpoint(list_checkpoints(tmp_path / "run/checkpoints")[-1]).state["program"] == new
         resolved = (tmp_path / "run/config.yaml").read_text()

@@ -6,8 +6,8 @@ import tomllib
 import pytest
 from support.project import ROOT
 
-from megatron_lite.metrics import version
-from megatron_lite.metrics.version import describe, program
+from megatron_lite.telemetry import version
+from megatron_lite.telemetry.version import describe, program
 
 
 def git(directory, *arguments):

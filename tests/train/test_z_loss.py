@@ -15,10 +15,10 @@ from support.parity_cases import VOCAB_SIZE, Case
 from data_utils.common.batch_fields import WEIGHTS
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.metrics.reports import objective_losses, train_line
-from megatron_lite.model.build import build_model
-from megatron_lite.model.micro_batch import MicroBatch
-from megatron_lite.model.transformer import GLM
+from megatron_lite.telemetry.reports import objective_losses, train_line
+from megatron_lite.transformer.build import build_model
+from megatron_lite.transformer.micro_batch import MicroBatch
+from megatron_lite.transformer.transformer import Transformer
 
 FACTOR, SMOOTHING = 0.05, 0.1
 NAMES = ["a", "b", "c"]
@@ -36,7 +36,7 @@ def by_hand() -> tuple[torch.Tensor, torch.Tensor]:
     """Sums of training, [objectives, 3], and of an evaluation, [objectives, 2], from all logits of the first step."""
     case = WithZLoss()
     model = build_model(case.config(), case.num_losses)
-    assert isinstance(model, GLM)
+    assert isinstance(model, Transformer)
     batch, _ = parity.micro_batch(case, 0, 0, case.num_samples)
     data = MicroBatch.from_batch(batch, torch.device("cpu"), model.config)
     with torch.no_grad():

@@ -16,9 +16,9 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.files.system_table import SAME, TRANSPOSED, WeightTransform
 from megatron_lite.hf.files.weights import SCORE, TASK_CLASSIFIER, Weights
-from megatron_lite.model.flops import parameter_shapes
-from megatron_lite.model.tensor_parallel import partition_of
-from megatron_lite.model.transformer import GLM
+from megatron_lite.transformer.flops import parameter_shapes
+from megatron_lite.transformer.tensor_parallel import partition_of
+from megatron_lite.transformer.transformer import Transformer
 
 GLM_PREFIX = "glm."  # of the names in GLM's own class
 
@@ -79,7 +79,7 @@ def without_updates(config: Config) -> Config:
     return replace(config, model=replace(config.model, lora=None), finetune=finetune)
 
 
-def merged_here(weights: Weights, model: GLM) -> Callable[[str], torch.Tensor]:
+def merged_here(weights: Weights, model: Transformer) -> Callable[[str], torch.Tensor]:
     """A function: name -> weight with its updates added, under our names. Args: model: with updates, of any device."""
     config, parameters = model.config, dict(model.named_parameters())
     settings, layers = config.lora, class_layers(config)

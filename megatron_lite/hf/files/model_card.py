@@ -16,7 +16,7 @@ from megatron_lite.config.lora import LORA
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.files.provenance import provenance, task_of
 from megatron_lite.inference.open_run import OpenRun, blank_shares, objective_names
-from megatron_lite.metrics.records import valid_records
+from megatron_lite.telemetry.records import valid_records
 
 _CARD = """---
 library_name: transformers

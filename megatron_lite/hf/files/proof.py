@@ -23,8 +23,8 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.files.lora import merged_here
 from megatron_lite.hf.files.weights import DTYPES, Weights
 from megatron_lite.inference.open_run import OpenRun, filled, load_model
-from megatron_lite.model.flops import parameter_shapes
-from megatron_lite.model.transformer import GLM
+from megatron_lite.transformer.flops import parameter_shapes
+from megatron_lite.transformer.transformer import Transformer
 
 TOLERANCE = 1e-5  # fp32: the same sums in another order
 # Two computations in fp32 that are both right differ by the sum of their errors; the larger one is measured.
@@ -137,7 +137,7 @@ def prove(
             exact = ask(torch.float64)
             roundings = [_difference(q.expected, e.expected) for q, e in zip(questions, exact, strict=True)]
             comparisons = _compare_all(questions, ours, tolerance, roundings)
-            if not _all_hold(comparisons, tolerance) and isinstance(model := load(), GLM):
+            if not _all_hold(comparisons, tolerance) and isinstance(model := load(), Transformer):
                 our_roundings = map(_difference, ours, _compute(model.double(), questions))
                 larger = list(map(max, roundings, our_roundings))
                 comparisons = _compare_all(questions, ours, tolerance, larger)
@@ -172,7 +172,7 @@ def prove_export(
     )
 
 
-def _exported_model(run: OpenRun, dtype: torch.dtype) -> GLM:
+def _exported_model(run: OpenRun, dtype: torch.dtype) -> Transformer:
     """Our model with the weights as the export has them: rounded to its type, updates of LoRA added before that.
 
     A proof compares two computations, not two precisions.
@@ -181,7 +181,7 @@ def _exported_model(run: OpenRun, dtype: torch.dtype) -> GLM:
     if config.lora is None or dtype == torch.float32:
         return load_model(checkpoint, config, lambda weight: weight.to(dtype).float())
     with torch.device("meta"):
-        adapted, model = GLM(config), GLM(replace(config, lora=None))
+        adapted, model = Transformer(config), Transformer(replace(config, lora=None))
     read = merged_here(Weights(checkpoint.shapes, weight_reader(checkpoint)), adapted)
     return filled(model, parameter_shapes(model.config), lambda name: read(name).to(dtype).float())
 

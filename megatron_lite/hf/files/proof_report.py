@@ -16,7 +16,7 @@ import transformers
 
 from megatron_lite.hf.files.proof import Proof
 from megatron_lite.hf.files.weights import write_json
-from megatron_lite.metrics import version
+from megatron_lite.telemetry import version
 
 PROOF_JSON = "proof.json"
 FORMAT, VERSION = "megatron-lite-proof", 1

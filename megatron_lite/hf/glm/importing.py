@@ -60,7 +60,7 @@ from megatron_lite.hf.glm.configuration_glm import GLMConfig
 from megatron_lite.hf.glm.tokenizer_files import prove_tokenizer, training_tokenizer
 from megatron_lite.hf.published.source import unsupported
 from megatron_lite.hf.published.usual import with_sizes
-from megatron_lite.model.flops import parameter_shapes
+from megatron_lite.transformer.flops import parameter_shapes
 
 log = logging.getLogger(__name__)
 

@@ -43,10 +43,10 @@ from megatron_lite.hf.glm.released import reference_logits
 from megatron_lite.hf.glm.tokenizer_files import exported_tokenizer
 from megatron_lite.hf.published.proof import generated, pad_texts, texts_to_batch
 from megatron_lite.inference.filling import BlankFiller, blank_context
-from megatron_lite.model.attention_backends.layout import allowed
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.predictions import task_outputs
-from megatron_lite.model.transformer import GLM, MicroBatch
+from megatron_lite.transformer.attention_backends.layout import allowed
+from megatron_lite.transformer.batch import Batch
+from megatron_lite.transformer.predictions import task_outputs
+from megatron_lite.transformer.transformer import MicroBatch, Transformer
 
 _STEPS = 4  # tokens that are written for a blank
 _LONGEST = 24  # tokens of a text
@@ -120,7 +120,7 @@ def _contexts(tokenizer: Tokenizer, config: ModelConfig) -> list[tuple[str, list
 
 
 def _span_logits(
-    model: GLM, special: SpecialTokens, context: Sequence[int], span: Sequence[int]
+    model: Transformer, special: SpecialTokens, context: Sequence[int], span: Sequence[int]
 ) -> torch.Tensor:
     """Logits [tokens + 1, V] of each token of a span and of its end, by `BlankFiller`.
 
@@ -138,7 +138,7 @@ def _generation_question(theirs: Any, fast: Any, tokenizer: Tokenizer, config: M
     inputs = fast.build_inputs_for_generation({"input_ids": contexts})
     written, expected = generated(theirs, inputs, _STEPS)
 
-    def compute(model: GLM) -> torch.Tensor:
+    def compute(model: Transformer) -> torch.Tensor:
         # The last token of a span is predicted and not read.
         pairs = zip(contexts, written, strict=True)
         return torch.cat([_span_logits(model, special, context, span[:-1]) for context, span in pairs])
@@ -153,7 +153,7 @@ def _pipeline_question(theirs: Any, fast: Any, tokenizer: Tokenizer, config: Mod
     spans = [fill(text)["span_ids"] for text, _ in contexts]
     suppressed = sorted(set(asdict(special).values()) - {special.eop, special.eos})
 
-    def compute(model: GLM) -> torch.Tensor:
+    def compute(model: Transformer) -> torch.Tensor:
         behind = []
         for (_, context), (span,) in zip(contexts, spans, strict=True):
             logits = _span_logits(model, special, context, span)
@@ -176,7 +176,7 @@ def _head_question(directory: Path, batch: np.ndarray, dtype: torch.dtype) -> Qu
         theirs = GLMForSequenceClassification.from_pretrained(directory, dtype=dtype).eval()
         expected = theirs(**class_inputs(batch)).logits
 
-    def compute(model: GLM) -> torch.Tensor:
+    def compute(model: Transformer) -> torch.Tensor:
         states, first = training_states(model, batch)[0][:, 0], torch.arange(len(batch))
         return task_outputs(model.heads, [states], first, model.final_layernorm, None).float()
 
@@ -219,13 +219,13 @@ def proof_batch(config: ModelConfig, seed: int = 0) -> np.ndarray:
     return batch
 
 
-def training_logits(model: GLM, batch: np.ndarray) -> torch.Tensor:
+def training_logits(model: Transformer, batch: np.ndarray) -> torch.Tensor:
     """Logits of our model, fp32 [B, S, vocab_size], of padding too."""
     return training_states(model, batch)[1]
 
 
 @torch.no_grad()
-def training_states(model: GLM, batch: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+def training_states(model: Transformer, batch: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
     """The last block's output [B, S, D], and the logits [B, S, vocab_size]."""
     inputs = MicroBatch.from_batch(Batch(batch), torch.device("cpu"), model.config, kernel="dense")
     hidden = model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)

@@ -45,10 +45,10 @@ from megatron_lite.hf.published.recognition import is_body
 from megatron_lite.hf.published.segment_memory import read_segment
 from megatron_lite.hf.published.source import PublishedSource, load_class
 from megatron_lite.hf.published.systems import SYSTEMS_BY_NAME, published_system
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.micro_batch import prepare
-from megatron_lite.model.predictions import task_outputs
-from megatron_lite.model.transformer import GLM
+from megatron_lite.transformer.batch import Batch
+from megatron_lite.transformer.micro_batch import prepare
+from megatron_lite.transformer.predictions import task_outputs
+from megatron_lite.transformer.transformer import Transformer
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ def _loss_question(
 ) -> Question:
     """The mean loss of some positions. Args: is_compared: which, bool [B, S]."""
 
-    def compute(model: GLM) -> torch.Tensor:
+    def compute(model: Transformer) -> torch.Tensor:
         return F.cross_entropy(our_output(model, batch)[1][is_compared], targets).view(1, 1)
 
     return Question("labels", expected.view(1, 1), compute)
@@ -140,7 +140,7 @@ def _cls_question(
 ) -> Question:
     """The head on CLS. Args: as for `_logits_question`."""
 
-    def compute(model: GLM) -> torch.Tensor:
+    def compute(model: Transformer) -> torch.Tensor:
         assert model.heads.sentence is not None
         return model.heads.sentence(model.final_layernorm(our_output(model, batch, has_task_rows)[0][:, 0]))
 
@@ -274,7 +274,7 @@ def _task_question(theirs: torch.nn.Module, config: ModelConfig, batch: np.ndarr
         expected = out["logits"][is_compared]
     positions = is_compared.flatten().nonzero()[:, 0]
 
-    def compute(model: GLM) -> torch.Tensor:
+    def compute(model: Transformer) -> torch.Tensor:
         hidden, _ = our_output(model, batch, has_task_rows=True)
         return task_outputs(
             model.heads, [hidden.flatten(0, 1)], positions, model.final_layernorm, None
@@ -291,7 +291,7 @@ def _hidden_state_question(theirs: Any, config: ModelConfig, batch: np.ndarray) 
         is_compared &= torch.from_numpy(batch[:, ORD] > 0)
         expected = scatter_targets(expected, batch)
 
-    def compute(model: GLM) -> torch.Tensor:
+    def compute(model: Transformer) -> torch.Tensor:
         return model.final_layernorm(our_output(model, batch, has_task_rows=True)[0][is_compared])
 
     return Question("hidden states", expected[is_compared], compute)
@@ -311,7 +311,7 @@ def _memory_question(theirs: Any, fields: np.ndarray) -> Question:
         out = theirs(**inputs, mems=mems, use_mems=True)
         mems = out.mems
 
-    def compute(model: GLM) -> torch.Tensor:
+    def compute(model: Transformer) -> torch.Tensor:
         _, memory = read_segment(model, first, longest=longest, reused=reused)
         hidden, _ = read_segment(model, second, memory)
         return model.logits(hidden.flatten(0, -2))
@@ -356,7 +356,7 @@ def pad_texts(texts: Sequence[np.ndarray], padding_id: int, side: str) -> tuple[
 
 
 def our_output(
-    model: GLM, batch: np.ndarray, has_task_rows: bool = False
+    model: Transformer, batch: np.ndarray, has_task_rows: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The last block's output [B, S, D] and the logits [B, S, V]; zeros at positions that a decoder does not have.
 

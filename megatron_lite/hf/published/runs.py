@@ -79,8 +79,8 @@ from megatron_lite.hf.published.write_config import NOT_IN_FILES, former_fields,
 from megatron_lite.inference.decoders import template_of
 from megatron_lite.inference.open_run import OpenRun
 from megatron_lite.inference.states import PromptTemplate
-from megatron_lite.model.flops import parameter_shapes
-from megatron_lite.model.init import initialize_parameters
+from megatron_lite.transformer.flops import parameter_shapes
+from megatron_lite.transformer.init import initialize_parameters
 
 log = logging.getLogger(__name__)
 

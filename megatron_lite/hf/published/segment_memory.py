@@ -19,16 +19,16 @@ import numpy as np
 import torch
 
 from data_utils.common.batch_fields import DOC, FIELDS, ORD, POSITION_IDS
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.micro_batch import prepare
-from megatron_lite.model.transformer import GLM
+from megatron_lite.transformer.batch import Batch
+from megatron_lite.transformer.micro_batch import prepare
+from megatron_lite.transformer.transformer import Transformer
 
 Memory = Sequence[torch.Tensor]  # of each block, [B, M, D]
 
 
 @torch.no_grad()
 def read_segment(
-    model: GLM,
+    model: Transformer,
     fields: np.ndarray,
     memory: Memory | None = None,
     *,

@@ -62,7 +62,7 @@ from megatron_lite.hf.published.tensor_map import (
     tensor_mappings,
     to_theirs,
 )
-from megatron_lite.model.flops import parameter_shapes
+from megatron_lite.transformer.flops import parameter_shapes
 
 log = logging.getLogger(__name__)
 

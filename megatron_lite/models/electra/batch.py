@@ -14,7 +14,7 @@ import torch
 from data_utils.common.losses import MASKED, REPLACED
 from data_utils.loader.loader import SampleLoader
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.batch import Batch, ExtraInputs
+from megatron_lite.transformer.batch import Batch, ExtraInputs
 
 
 @dataclass(frozen=True)

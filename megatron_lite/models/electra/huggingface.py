@@ -51,15 +51,15 @@ from megatron_lite.hf.published.source import PublishedSource, load_class, open_
 from megatron_lite.hf.published.systems import published_system
 from megatron_lite.hf.published.tensor_map import to_ours
 from megatron_lite.inference.open_run import OpenRun
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.build import model_spec
-from megatron_lite.model.flops import parameter_shapes
-from megatron_lite.model.micro_batch import prepare
-from megatron_lite.model.tensor_parallel import VocabParallelEmbedding
-from megatron_lite.model.trained_model import ENCODER
 from megatron_lite.models.electra.config import generator_of, is_detached
 from megatron_lite.models.electra.model import Electra
 from megatron_lite.models.electra.model_spec import GENERATOR, REPLACED_HEAD, TABLES, discriminator_shapes
+from megatron_lite.transformer.batch import Batch
+from megatron_lite.transformer.build import model_spec
+from megatron_lite.transformer.flops import parameter_shapes
+from megatron_lite.transformer.micro_batch import prepare
+from megatron_lite.transformer.tensor_parallel import VocabParallelEmbedding
+from megatron_lite.transformer.trained_model import ENCODER
 
 GENERATOR_DIRECTORY, DISCRIMINATOR_DIRECTORY = "generator", "discriminator"
 _CARD = """A generator and a discriminator that were trained together (ELECTRA, arXiv:2003.10555). {origin}"""

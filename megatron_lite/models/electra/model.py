@@ -22,18 +22,18 @@ from torch import nn
 from data_utils.common.losses import MASKED, REPLACED
 from data_utils.common.seeds import derive_seed
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.dense import Linear
-from megatron_lite.model.kernels import fused
-from megatron_lite.model.kernels.dropout import Dropout
-from megatron_lite.model.loss import prediction_losses
-from megatron_lite.model.micro_batch import MicroBatch
-from megatron_lite.model.tensor_parallel import VocabParallelEmbedding
-from megatron_lite.model.trained_model import TrainedModel
-from megatron_lite.model.transformer import GLM
 from megatron_lite.models.electra.batch import MaskedPositions
 from megatron_lite.models.electra.sampling import draw
 from megatron_lite.parallel.collectives import gather_tokens
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.transformer.dense import Linear
+from megatron_lite.transformer.kernels import fused
+from megatron_lite.transformer.kernels.dropout import Dropout
+from megatron_lite.transformer.loss import prediction_losses
+from megatron_lite.transformer.micro_batch import MicroBatch
+from megatron_lite.transformer.tensor_parallel import VocabParallelEmbedding
+from megatron_lite.transformer.trained_model import TrainedModel
+from megatron_lite.transformer.transformer import Transformer
 
 SHARED = ("word_embeddings", "position_embeddings", "segment_embeddings", "layernorm")  # of both embeddings
 _SALT = 0x5BD1E995  # of the generator's dropout: an int32
@@ -108,8 +108,8 @@ class Electra(TrainedModel):
     ):
         super().__init__()
         self.num_losses = num_losses
-        self.encoder = GLM(config, **options)
-        self.generator = GLM(generator, **options)
+        self.encoder = Transformer(config, **options)
+        self.generator = Transformer(generator, **options)
         self.encoder.heads.projection = None  # the discriminator predicts no tokens
         if is_detached:
             words = self.generator.embedding.word_embeddings

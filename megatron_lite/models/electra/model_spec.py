@@ -1,4 +1,4 @@
-"""The ModelSpec of ELECTRA: how it is built, counted and fed (the interface is in megatron_lite/model/build.py)."""
+"""The ModelSpec of ELECTRA: how it is built, counted and fed (interface: megatron_lite/transformer/build.py)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import nn
 from data_utils.common.seeds import derive_seed
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.model.build import ModelSpec
-from megatron_lite.model.flops import parameter_shapes, step_flops
-from megatron_lite.model.init import initialize_parameters
-from megatron_lite.model.tensor_parallel import TensorParallel
 from megatron_lite.models.electra.batch import ElectraSamples
 from megatron_lite.models.electra.config import generator_of, is_detached
 from megatron_lite.models.electra.model import SHARED, Electra, ReplacedHead
+from megatron_lite.transformer.build import ModelSpec
+from megatron_lite.transformer.flops import parameter_shapes, step_flops
+from megatron_lite.transformer.init import initialize_parameters
+from megatron_lite.transformer.tensor_parallel import TensorParallel
 
 GENERATOR, REPLACED_HEAD = "generator.", "replaced."
 TABLES = tuple(f"embedding.{name}." for name in SHARED)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from megatron_lite.model.tensor_parallel import VocabParallelEmbedding
 from megatron_lite.parallel.collectives import all_reduce
+from megatron_lite.transformer.tensor_parallel import VocabParallelEmbedding
 
 _MULTIPLIERS, _WEYL, _ROUNDS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85), 10
 _LOW = 0xFFFFFFFF

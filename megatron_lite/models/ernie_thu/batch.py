@@ -23,10 +23,10 @@ from data_utils.dataset.vectors import Vectors
 from data_utils.loader.loader import SampleLoader
 from data_utils.objectives.entities import EntitiesConfig
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.batch import Batch, ExtraInputs, Samples
-from megatron_lite.model.kernels.dropout import token_keys
-from megatron_lite.model.loss_positions import few_count
-from megatron_lite.model.task_batch import TaskBatch, TaskInputs
+from megatron_lite.transformer.batch import Batch, ExtraInputs, Samples
+from megatron_lite.transformer.kernels.dropout import token_keys
+from megatron_lite.transformer.loss_positions import few_count
+from megatron_lite.transformer.task_batch import TaskBatch, TaskInputs
 
 
 @dataclass(frozen=True)

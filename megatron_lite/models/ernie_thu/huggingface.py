@@ -52,8 +52,8 @@ from megatron_lite.hf.published.systems import BERT
 from megatron_lite.hf.published.tensor_map import normalize_names, tensor_mappings, to_ours, to_theirs
 from megatron_lite.hf.published.usual import with_sizes
 from megatron_lite.inference.open_run import OpenRun
-from megatron_lite.model.build import model_spec
 from megatron_lite.models.ernie_thu.model_spec import section_of
+from megatron_lite.transformer.build import model_spec
 
 ERNIE_CONFIG, VOCABULARY, HEADS = "ernie_config.json", "vocab.txt", "entity_attention_heads"
 TIED = "cls.predictions.decoder.weight"

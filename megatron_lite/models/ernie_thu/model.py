@@ -21,24 +21,24 @@ from torch import nn
 from data_utils.common.losses import ENTITIES
 from data_utils.objectives.entities import EntitiesConfig
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.activation_checkpoint import recomputed
-from megatron_lite.model.block import Block
-from megatron_lite.model.dense import Linear, Transform
-from megatron_lite.model.forward_context import ForwardContext
-from megatron_lite.model.fused_block import Hidden, materialize
-from megatron_lite.model.kernels.dropout import Dropout, FeatureDropout, hash_pairs, is_kept
-from megatron_lite.model.kernels.fused import activated
-from megatron_lite.model.micro_batch import MicroBatch
-from megatron_lite.model.norms import make_norm
-from megatron_lite.model.tensor_parallel import (
+from megatron_lite.models.ernie_thu.batch import EntityTaskInputs, Mentions
+from megatron_lite.transformer.activation_checkpoint import recomputed
+from megatron_lite.transformer.block import Block
+from megatron_lite.transformer.dense import Linear, Transform
+from megatron_lite.transformer.forward_context import ForwardContext
+from megatron_lite.transformer.fused_block import Hidden, materialize
+from megatron_lite.transformer.kernels.dropout import Dropout, FeatureDropout, hash_pairs, is_kept
+from megatron_lite.transformer.kernels.fused import activated
+from megatron_lite.transformer.micro_batch import MicroBatch
+from megatron_lite.transformer.norms import make_norm
+from megatron_lite.transformer.tensor_parallel import (
     ColumnParallelLinear,
     Partition,
     RowParallelLinear,
     TensorParallel,
     sharded,
 )
-from megatron_lite.model.transformer import GLM, BeforeBlock
-from megatron_lite.models.ernie_thu.batch import EntityTaskInputs, Mentions
+from megatron_lite.transformer.transformer import BeforeBlock, Transformer
 
 _SALT = 0x3C6EF372  # makes the entities' dropout differ from their tokens': an int32
 
@@ -150,7 +150,7 @@ def entity_dropout(dropout: Dropout | None, rows: torch.Tensor) -> Dropout | Non
     return replace(dropout, keys=dropout.keys.index_select(0, rows) ^ _SALT)
 
 
-class EntityTransformer(GLM):
+class EntityTransformer(Transformer):
     """BERT with entity states and three losses: masked tokens, next sentence, entities."""
 
     def __init__(self, config: ModelConfig, of_entities: EntitiesConfig, **options: Any):

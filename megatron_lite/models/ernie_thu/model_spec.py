@@ -1,4 +1,4 @@
-"""The ModelSpec of ERNIE (Tsinghua): how it is built and fed (the interface is in megatron_lite/model/build.py)."""
+"""The ModelSpec of ERNIE (Tsinghua): how it is built and fed (interface: megatron_lite/transformer/build.py)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from data_utils.dataset.vectors import Vectors
 from data_utils.objectives.entities import EntitiesConfig
 from data_utils.tasks.readers.marked import entity_count
 from megatron_lite.config.tree import Config
-from megatron_lite.model.build import ModelSpec
-from megatron_lite.model.init import initialize_parameters
-from megatron_lite.model.task_batch import TaskBatch
-from megatron_lite.model.tensor_parallel import TensorParallel
 from megatron_lite.models.ernie_thu.batch import EntitySamples, EntityTaskBatch, NoVectors, TaskSamples
 from megatron_lite.models.ernie_thu.model import EntityTransformer
+from megatron_lite.transformer.build import ModelSpec
+from megatron_lite.transformer.init import initialize_parameters
+from megatron_lite.transformer.task_batch import TaskBatch
+from megatron_lite.transformer.tensor_parallel import TensorParallel
 
 log = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from data_utils.common.batch_fields import DOC
 from data_utils.loader.loader import SampleLoader
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.batch import Batch, ExtraInputs
-from megatron_lite.model.loss_positions import few_count
 from megatron_lite.models.optimus.latent import normals
+from megatron_lite.transformer.batch import Batch, ExtraInputs
+from megatron_lite.transformer.loss_positions import few_count
 
 
 @dataclass(frozen=True)

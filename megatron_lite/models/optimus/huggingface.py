@@ -63,12 +63,12 @@ from megatron_lite.hf.published.systems import published_system
 from megatron_lite.hf.published.tensor_map import to_ours
 from megatron_lite.hf.published.tokenizers import import_tokenizer, require_same_ids
 from megatron_lite.inference.open_run import OpenRun, open_run
-from megatron_lite.model.build import model_spec
-from megatron_lite.model.trained_model import DECODER, ENCODER
 from megatron_lite.models.optimus.config import decoder_of, latent_of
 from megatron_lite.models.optimus.interface import Sentence
 from megatron_lite.models.optimus.model import LATENT
 from megatron_lite.models.optimus.open_run import LatentRun, Rows, latent_run, longest_sentence
+from megatron_lite.transformer.build import model_spec
+from megatron_lite.transformer.trained_model import DECODER, ENCODER
 
 FORMAT, VERSION = "megatron-lite-optimus", 1
 DESCRIPTION, MATRICES = "latent.json", "latent.safetensors"

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from data_utils.common.errors import DataError
-from megatron_lite.model.micro_batch import MicroBatch
-from megatron_lite.model.trained_model import loss_measures
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.gather import gather_arrays
+from megatron_lite.transformer.micro_batch import MicroBatch
+from megatron_lite.transformer.trained_model import loss_measures
 
 ACTIVE = 0.01  # variance of mu over the sentences above which a component is active
 BLOCK = 1024  # sentences of each side in a block of the mutual information

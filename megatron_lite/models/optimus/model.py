@@ -25,16 +25,16 @@ from data_utils.common.seeds import derive_seed
 from data_utils.objectives import LOSS_NAMES
 from data_utils.objectives.optimus import OptimusConfig
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.attention_backends.interface import EncoderDecoderPlan
-from megatron_lite.model.kernels.dropout import Dropout
-from megatron_lite.model.micro_batch import MicroBatch
-from megatron_lite.model.tensor_parallel import linear
-from megatron_lite.model.trained_model import TrainedModel
-from megatron_lite.model.transformer import GLM
 from megatron_lite.models.optimus.batch import Sentences
 from megatron_lite.models.optimus.latent import beta, draw, gaussian_kl, with_free_bits
 from megatron_lite.models.optimus.metrics import LatentMetrics
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.transformer.attention_backends.interface import EncoderDecoderPlan
+from megatron_lite.transformer.kernels.dropout import Dropout
+from megatron_lite.transformer.micro_batch import MicroBatch
+from megatron_lite.transformer.tensor_parallel import linear
+from megatron_lite.transformer.trained_model import TrainedModel
+from megatron_lite.transformer.transformer import Transformer
 
 LATENT = "latent."  # prefix of the parameters between the stacks
 
@@ -114,8 +114,8 @@ class Optimus(TrainedModel):
         super().__init__()
         self.config = config
         self.num_losses = num_losses
-        self.encoder = GLM(encoder, **options)
-        self.decoder = GLM(decoder, **options)
+        self.encoder = Transformer(encoder, **options)
+        self.decoder = Transformer(decoder, **options)
         self.latent = LatentLayers(encoder, decoder, config)
         self.beta = config.beta
         # Optional callback, called in each forward pass with mu, logvar and z, fp32 [N, P].

@@ -1,4 +1,4 @@
-"""The ModelSpec of OPTIMUS: how it is built, counted and fed (the interface is in megatron_lite/model/build.py)."""
+"""The ModelSpec of OPTIMUS: how it is built, counted and fed (interface: megatron_lite/transformer/build.py)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from data_utils.common.seeds import derive_seed
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.model.build import ModelSpec
-from megatron_lite.model.flops import step_flops
-from megatron_lite.model.init import initialize_parameters
-from megatron_lite.model.tensor_parallel import TensorParallel
-from megatron_lite.model.trained_model import DECODER, ENCODER
 from megatron_lite.models.optimus.batch import LatentSamples
 from megatron_lite.models.optimus.config import decoder_of, latent_of
 from megatron_lite.models.optimus.model import LATENT, Optimus
+from megatron_lite.transformer.build import ModelSpec
+from megatron_lite.transformer.flops import step_flops
+from megatron_lite.transformer.init import initialize_parameters
+from megatron_lite.transformer.tensor_parallel import TensorParallel
+from megatron_lite.transformer.trained_model import DECODER, ENCODER
 
 
 class OptimusSpec(ModelSpec):

@@ -21,13 +21,13 @@ from megatron_lite.config.tree import Config
 from megatron_lite.inference.cache import CachedPlan, id_fields, run_cached_stack
 from megatron_lite.inference.open_run import OpenRun, open_run, usual_device, with_weights
 from megatron_lite.inference.search import Search
-from megatron_lite.model.build import build_model
-from megatron_lite.model.kernels.fused import choose_kernels
-from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.models.optimus.batch import LatentBatch
 from megatron_lite.models.optimus.config import decoder_of, latent_of
 from megatron_lite.models.optimus.interface import Sentence
 from megatron_lite.models.optimus.model import Optimus
+from megatron_lite.transformer.build import build_model
+from megatron_lite.transformer.kernels.fused import choose_kernels
+from megatron_lite.transformer.micro_batch import MicroBatch
 
 
 class LatentRun:

@@ -15,11 +15,11 @@ from megatron_lite.checkpoint.verify import check_model, find_manifest
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import Engine
-from megatron_lite.model.build import model_spec
-from megatron_lite.model.flops import parameter_shapes
-from megatron_lite.model.trained_model import DECODER, ENCODER
 from megatron_lite.models.optimus.config import latent_of
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.transformer.build import model_spec
+from megatron_lite.transformer.flops import parameter_shapes
+from megatron_lite.transformer.trained_model import DECODER, ENCODER
 
 log = logging.getLogger(__name__)
 

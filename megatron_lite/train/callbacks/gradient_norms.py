@@ -15,13 +15,13 @@ import torch
 from megatron_lite.checkpoint.fragments import Fragment
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import Engine, StepResult
-from megatron_lite.metrics.writer import Metrics
-from megatron_lite.model.build import model_spec
-from megatron_lite.model.trained_model import DECODER, ENCODER
 from megatron_lite.optim.square_sums import square_sums
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.runtime.control import Requests
+from megatron_lite.telemetry.writer import Metrics
 from megatron_lite.train.callbacks.callback import Callback, is_multiple
+from megatron_lite.transformer.build import model_spec
+from megatron_lite.transformer.trained_model import DECODER, ENCODER
 
 
 def layer_of(parameter: str) -> str:

@@ -18,12 +18,12 @@ from torch import nn
 
 from data_utils.common.errors import TrainingError
 from megatron_lite.engine.engine import Engine, StepResult
-from megatron_lite.model.tensor_parallel import partition_of
 from megatron_lite.parallel.collectives import Group
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.runtime.control import Requests
 from megatron_lite.runtime.watchdog import Section
 from megatron_lite.train.callbacks.callback import Callback, Pause, is_multiple
+from megatron_lite.transformer.tensor_parallel import partition_of
 
 _MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, so that a flipped bit always changes the sum
 

@@ -9,11 +9,11 @@ from typing import Any
 from megatron_lite.config.phase_plan import PhasePlan
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import Engine, StepResult
-from megatron_lite.metrics.peak_flops import PeakFlops
-from megatron_lite.metrics.reports import LogInterval, memory_gib, train_line
-from megatron_lite.metrics.writer import Metrics
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.runtime.control import Requests
+from megatron_lite.telemetry.peak_flops import PeakFlops
+from megatron_lite.telemetry.reports import LogInterval, memory_gib, train_line
+from megatron_lite.telemetry.writer import Metrics
 from megatron_lite.train.callbacks.callback import Callback, is_multiple
 from megatron_lite.train.delayed_results import DelayedResults
 from megatron_lite.train.loss_normaliser import LossNormaliser

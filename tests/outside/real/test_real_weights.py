@@ -31,7 +31,7 @@ from megatron_lite.config.tree import Config
 from megatron_lite.finetune.setup import load_tree, prepare
 from megatron_lite.hf.published.proof import our_output, texts_to_batch
 from megatron_lite.inference.open_run import load_run
-from megatron_lite.metrics.records import read_metrics
+from megatron_lite.telemetry.records import read_metrics
 
 pytestmark = pytest.mark.index
 

@@ -1,0 +1,172 @@
+"""A batch on the host: the fields of its sequences as the loader made them, and the counts that follow from them.
+
+It knows no model's attention plan and no device, and needs no torch: estimates and scripts count with it.
+micro_batch.py makes of it what a model reads.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from data_utils.common.batch_fields import DOC, GRP, OBJECTIVE, ORD, PADDING_DOC, POSITION_IDS, WEIGHTS
+from data_utils.common.losses import BY_TOKENS, CLASS_LEVEL
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.transformer.attention_backends.layout import Layout, make_layout
+from megatron_lite.transformer.loss_positions import LossPositions
+
+if TYPE_CHECKING:
+    import torch
+
+
+def mean_scales(factors: Sequence[float], totals: Sequence[float]) -> np.ndarray:
+    """Each loss's factor over its total in the step, fp32 [losses]: weights times it make sums means."""
+    scales = [f / total if total else 0.0 for f, total in zip(factors, totals, strict=True)]
+    return np.array(scales, np.float32)
+
+
+class MakeInputs(Protocol):
+    """Tensors by name -> the object that a model reads."""
+
+    def __call__(self, tensors: dict[str, torch.Tensor], /) -> Any: ...
+
+
+def _no_inputs(tensors: dict[str, torch.Tensor]) -> None:
+    """Most models read nothing besides the tokens."""
+
+
+@dataclass(frozen=True)
+class ExtraInputs:
+    """What a task or a model reads of a micro-batch besides its tokens, on the host."""
+
+    # By name; they lie in the micro-batch's buffer: integers as int32, floats as fp32.
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
+    # Makes `MicroBatch.extra_inputs` of these arrays, on the host and on the device.
+    make: MakeInputs = _no_inputs
+    # fp32: of losses that the vocabulary's head does not compute, and the number of each one's loss, int64.
+    weights: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    weight_objectives: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    # Positions with a loss and their targets, in place of those of the tokens' weights.
+    predictions: tuple[LossPositions[np.ndarray], np.ndarray] | None = None
+
+
+class Batch:
+    """B sequences of length S, padding included, and their counts. The attention layout is computed once.
+
+    Args:
+        fields: int32 [B, fields, S] (data_utils/common/batch_fields.py), not changed from here on.
+        samples: int64 [B], the numbers of the samples, from which dropout follows; None = 0, 1, ...
+    """
+
+    def __init__(self, fields: np.ndarray, samples: np.ndarray | None = None):
+        self.fields = fields
+        self.samples = np.arange(len(fields)) if samples is None else samples
+        self.weights = fields[:, WEIGHTS].view(np.float32)  # [B, S]: of each token's loss
+
+    @cached_property
+    def layout(self) -> Layout:
+        return make_layout(*(self.fields[:, field] for field in (DOC, ORD, GRP, POSITION_IDS)))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are not padding."""
+        return len(self.layout.batch_index)
+
+    @property
+    def visible_keys(self) -> int:
+        """Sum over tokens of the keys that the rule lets them see."""
+        return int(self.layout.visible_keys.count.sum())
+
+    def layer_keys(self, model: ModelConfig) -> float:
+        """`visible_keys` of the model's layers on average: local ones see what is near."""
+        if not model.attention_window:
+            return self.visible_keys
+        # Imports torch, which processes that only count batches do without.
+        from megatron_lite.transformer.attention_backends.window import count_window_keys
+
+        near = int(count_window_keys(self.layout, model.attention_window).sum())
+        return self.visible_keys + (near - self.visible_keys) * model.local_share
+
+    @property
+    def decoder_tokens(self) -> int:
+        """Tokens that a decoder computes, where the model has one."""
+        return int(self.layout.is_target.sum())
+
+    @property
+    def decoder_keys(self) -> int:
+        """`visible_keys` of those tokens alone."""
+        return int(self.layout.visible_keys.count[self.layout.is_target].sum())
+
+    @property
+    def loss_tokens(self) -> int:
+        """Tokens that the vocabulary's head predicts: those with a loss, without classes such as the next sentence."""
+        return int(np.count_nonzero(self.weights[~np.isin(self.fields[:, OBJECTIVE], CLASS_LEVEL)]))
+
+    @cached_property
+    def token_divisors(self) -> np.ndarray:
+        """The addend of each token to the divisor of its loss, fp32 [B, S]: its weight, or 1 (`BY_TOKENS`)."""
+        # Masked diffusion weighs tokens by 1 / t: its sum is divided by the number of tokens, masked or not.
+        by_tokens = np.isin(self.fields[:, OBJECTIVE], BY_TOKENS) & (self.fields[:, DOC] != PADDING_DOC)
+        return np.where(by_tokens, np.float32(1.0), self.weights)
+
+    @property
+    def loss_divisor(self) -> float:
+        """The divisor of all losses."""
+        return float(self.token_divisors.sum())
+
+    def loss_divisors(self, num_losses: int) -> np.ndarray:
+        """The divisor of each loss, float64 [num_losses]."""
+        # float64: sums of whole weights over a step and its ranks stay exact.
+        return np.bincount(
+            self.fields[:, OBJECTIVE].ravel(), self.token_divisors.ravel(), minlength=num_losses
+        )
+
+    def as_means(self, factors: Sequence[float], totals: Sequence[float]) -> Batch:
+        """The batch with each loss's weights times its factor over its total in the step: sums become means."""
+        # Shallow: the layout costs most of a batch's time, and weights do not change it.
+        other = copy.copy(self)
+        other.weights = self.weights * mean_scales(factors, totals)[self.fields[:, OBJECTIVE]]
+        return other
+
+    def extra_inputs(
+        self,
+        order: np.ndarray,
+        decoder_start: int,
+        predicted: np.ndarray,
+        few_counts: bool,
+        config: ModelConfig,
+    ) -> ExtraInputs:
+        """The model's inputs besides the tokens, in the order of the attention plan.
+
+        Args:
+            order: int64 [T], index of each token of the plan into the flattened batch, -1 for padding.
+            decoder_start: the decoder's first token of [T], from which positions are counted; 0 without a decoder.
+            predicted: int64, the tokens with a loss, counted from there, -1 for padding.
+            few_counts: pad what is counted to one of few counts, see `few_count`.
+        """
+        return ExtraInputs()
+
+    def padded(self, sequences: int) -> Batch:
+        """The batch with sequences of padding added, without documents or loss, up to `sequences` in all."""
+        padded = np.zeros((sequences, *self.fields.shape[1:]), np.int32)
+        padded[:, DOC] = PADDING_DOC
+        padded[: len(self.fields)] = self.fields
+        return Batch(padded)
+
+
+class Samples(Protocol):
+    """Sample numbers -> batch, as the SampleLoader of pretraining has it."""
+
+    def batch(self, indices: np.ndarray) -> np.ndarray | Batch:
+        """Samples int64 [B] as fields int32 [B, len(FIELDS), row_length], or as a Batch."""
+
+    def prefetch(self, indices: np.ndarray) -> None:
+        """A hint that a later step reads the samples int64 [B]."""
+
+    def fingerprint(self) -> list[dict[str, object]]:
+        """The identity of the data, for checkpoints."""
