@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -50,12 +51,13 @@ class InfoNce:
     denominator: str = "query_to_document"
     margin: float | None = None
 
-    def weight(self, rows: torch.Tensor, records: Records) -> int:
-        """What the sum of the losses of rows is divided by, summed over all rows of the batch."""
-        return int(records.is_counted[rows].sum())
+    def weight(self, rows: np.ndarray, is_counted: np.ndarray) -> int:
+        """The part of rows int64 [R] in the divisor of the loss. Args: is_counted: bool [N]."""
+        return int(is_counted[rows].sum())
 
-    def row_sum(self, vectors: torch.Tensor, rows: torch.Tensor, records: Records) -> torch.Tensor:
-        """Sum of the losses of rows, fp32. Args: vectors: [N, k, D] of length 1. rows: int64 [R], records."""
+    def row_sum(self, vectors: torch.Tensor, row_numbers: np.ndarray, records: Records) -> torch.Tensor:
+        """Sum of the losses of rows, fp32. Args: vectors: [N, k, D] of length 1. row_numbers: int64 [R], of records."""
+        rows = torch.from_numpy(row_numbers).to(vectors.device)
         queries, documents = vectors[:, 0], vectors[:, 1:].flatten(0, 1)
         query, positive = queries[rows], vectors[rows, 1]
         own = torch.arange(len(queries), device=rows.device) == rows[:, None]  # [R, N]
@@ -94,7 +96,7 @@ class InfoNce:
 
     @staticmethod
     def _left_out(rows: torch.Tensor, records: Records, columns: slice) -> torch.Tensor:
-        """Bool [R, N columns]: texts that are no negatives of a row: the same text as its query or positive, or none."""
+        """Bool [R, N columns]: what is no negative of a row: a text equal to its query or positive, or no text."""
         texts = records.texts[:, columns].flatten()
         is_used = (records.is_text & records.is_counted[:, None])[:, columns].flatten()
         own_query, own_positive = records.texts[rows, 0], records.texts[rows, 1]
@@ -110,12 +112,12 @@ class CoSent:
 
     temperature: float
 
-    def weight(self, rows: torch.Tensor, records: Records) -> int:
+    def weight(self, rows: np.ndarray, is_counted: np.ndarray) -> int:
         return int((rows == 0).any())
 
-    def row_sum(self, vectors: torch.Tensor, rows: torch.Tensor, records: Records) -> torch.Tensor:
+    def row_sum(self, vectors: torch.Tensor, row_numbers: np.ndarray, records: Records) -> torch.Tensor:
         """The loss if record 0 is among the rows, else 0."""
-        if not self.weight(rows, records):
+        if not (row_numbers == 0).any():
             return vectors.sum() * 0.0
         assert records.scores is not None
         similarity = (vectors[:, 0] * vectors[:, 1]).sum(1) / self.temperature
@@ -131,7 +133,7 @@ PairLoss = InfoNce | CoSent
 
 def loss_and_gradient(
     vectors: torch.Tensor,
-    rows: torch.Tensor,
+    rows: np.ndarray,
     records: Records,
     loss: PairLoss,
     sizes: Sequence[tuple[int, float]] = (),
@@ -151,7 +153,9 @@ def loss_and_gradient(
             unit = F.normalize(cut, dim=-1)
             # Similarities of few rows are in memory at a time, whatever the batch; their gradients meet here.
             leaf = unit.detach().requires_grad_()
-            for some in rows.split(_ROWS) if isinstance(loss, InfoNce) else (rows,):
+            starts = range(0, len(rows), _ROWS if isinstance(loss, InfoNce) else max(1, len(rows)))
+            for start in starts:
+                some = rows[start : start + starts.step]
                 row_sum = weight * loss.row_sum(leaf, some, records)
                 row_sum.backward()
                 total += row_sum.detach()
