@@ -20,6 +20,7 @@ from megatron_lite.hf.glm.importing import import_glm, open_glm, open_megatron
 from megatron_lite.hf.model_format import format_of_directory
 from megatron_lite.hf.published.runs import import_published
 from megatron_lite.hf.published.source import is_published
+from megatron_lite.hf.sentence_transformers import import_modules, is_sentence_transformers
 
 
 def import_directory(
@@ -41,6 +42,23 @@ def import_directory(
     Returns: the proof, None without `verify`.
     Raises: CheckpointError, DataError or ConfigError; `output` then does not exist.
     """
+    if is_sentence_transformers(source):
+
+        def import_transformer(directory: Path, run: Path, tree: Mapping[str, Any]) -> proof.Proof | None:
+            return _import_one(directory, run, tree, copy_eop_to_gmask, verify, tolerance)
+
+        return import_modules(source, output, tree, import_transformer, verify=verify, tolerance=tolerance)
+    return _import_one(source, output, tree, copy_eop_to_gmask, verify, tolerance)
+
+
+def _import_one(
+    source: Path,
+    output: Path,
+    tree: Mapping[str, Any],
+    copy_eop_to_gmask: bool,
+    verify: bool,
+    tolerance: float,
+) -> proof.Proof | None:
     # From the most special directory to the most general one: each test looks at files that the directories after it
     # lack.
     model_format = format_of_directory(source)

@@ -1,0 +1,250 @@
+"""Directories of sentence-transformers: a Transformer, pooling, normalisation, prompts.
+
+    modules.json                        the modules in their order
+    1_Pooling/config.json               the pooling
+    sentence_bert_config.json           max_seq_length
+    config_sentence_transformers.json   prompts and similarity
+
+`read_settings` gives the section `embedding` of a directory, or refuses what is not computed here (Dense, other
+poolings). `write_modules` makes the directory of an export one that versions 2 to 6 read. `compare_vectors` asks the
+package itself.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from data_utils.common.errors import CheckpointError
+from data_utils.common.files import remove_directory
+from data_utils.common.setting_files import shown
+from data_utils.common.settings import build, merge
+from data_utils.common.untrusted import conform, parse_json, read_bounded
+from megatron_lite.config.embedding import SIMILARITIES, EmbeddingConfig
+from megatron_lite.embedding.embedder import Embedder, TextFormat
+from megatron_lite.hf.files.config_json import quiet
+from megatron_lite.hf.files.proof import Proof
+from megatron_lite.hf.files.tokenizer_proof import encoded, load_theirs
+from megatron_lite.hf.files.weights import MAX_JSON_BYTES, read_json, write_json
+from megatron_lite.inference.open_run import OpenRun, open_run
+
+log = logging.getLogger(__name__)
+
+MODULES = "modules.json"
+_SETTINGS, _POOLING = "config_sentence_transformers.json", "1_Pooling"
+_TRANSFORMER = "sentence_bert_config.json"
+_OTHER_TRANSFORMERS = "sentence_*_config.json"  # older ones name the model: sentence_roberta_config.json
+# Our pooling -> the name of theirs, and the key of versions before 6.
+_POOLINGS = {
+    "mean": ("mean", "pooling_mode_mean_tokens"),
+    "cls": ("cls", "pooling_mode_cls_token"),
+    "last": ("lasttoken", "pooling_mode_lasttoken"),
+}
+# Files of the module Transformer: key -> values that change nothing; others are refused.
+_PLAIN = {
+    "do_lower_case": (False,),
+    "transformer_task": ("feature-extraction",),
+    "module_output_name": ("token_embeddings",),
+    "unpad_inputs": (False,),
+}
+_IGNORED = ("max_seq_length", "modality_config")
+_VERSION = "2.4.0"  # the first one that reads what is written here
+_NO_LIMIT = 10**6  # tokenizers without a limit have a huge one
+_TEXTS = (
+    "A man is playing a guitar.",
+    "",
+    "x",
+    "Größe, 今天 🙂 and a̐éö̲",
+    "a text that is longer than all others, " * 99,
+)
+
+
+def is_sentence_transformers(directory: Path) -> bool:
+    return (directory / MODULES).exists()
+
+
+def read_settings(directory: Path) -> tuple[Path, dict[str, Any]]:
+    """The directory of the Transformer, and the settings of the section `embedding`.
+
+    Raises: CheckpointError for modules that are not computed here.
+    """
+    modules = _modules(directory)
+    kinds = [kind for kind, _ in modules]
+    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        raise CheckpointError(
+            f"{directory / MODULES} has the modules {', '.join(kinds) or 'none'}; only Transformer, Pooling and "
+            "Normalize are computed here, in this order. To import the Transformer alone, remove this file."
+        )
+    transformer, pooling = (directory / path for _, path in modules[:2])
+    settings = {
+        "normalize": "Normalize" in kinds,
+        "max_length": _max_length(transformer),
+        **_read_pooling(pooling / "config.json"),
+        **_read_prompts(directory / _SETTINGS),
+    }
+    return transformer, settings
+
+
+def _modules(directory: Path) -> list[tuple[str, str]]:
+    """The last part of each module's type, and its path."""
+    path = directory / MODULES
+    try:
+        listed = conform(parse_json(read_bounded(path, MAX_JSON_BYTES)), list[dict[str, Any]])
+        listed = [conform({key: each.get(key) for key in ("type", "path")}, dict[str, str]) for each in listed]
+    except ValueError as error:
+        raise CheckpointError(f"{path} {error}; fetch it again.") from None
+    for each in listed:
+        if not each["type"].startswith("sentence_transformers."):
+            raise CheckpointError(
+                f"{path} names the module {each['type']}, which is code of its own; only modules of "
+                "sentence-transformers are computed here."
+            )
+        if Path(each["path"]).is_absolute() or ".." in Path(each["path"]).parts:
+            raise CheckpointError(f"{path} names the path {shown(each['path'])}, outside of the directory.")
+    return [(each["type"].rsplit(".", 1)[-1], each["path"]) for each in listed]
+
+
+def _read_pooling(path: Path) -> dict[str, Any]:
+    config = read_json(path)
+    named = config.get("pooling_mode")
+    if named is None:
+        named = [
+            key
+            for key, value in config.items()
+            if key.startswith("pooling_mode_") and value is True
+        ]
+    names = [named] if isinstance(named, str) else list(named)
+    found = [ours for ours, theirs in _POOLINGS.items() if names and names[0] in theirs]
+    if len(names) != 1 or not found:
+        raise CheckpointError(
+            f"{path} pools by {', '.join(map(str, names)) or 'nothing'}; only one of "
+            f"{', '.join(theirs for theirs, _ in _POOLINGS.values())} is computed here."
+        )
+    return {"pooling": found[0], "include_prompt": config.get("include_prompt", True)}
+
+
+def _max_length(directory: Path) -> int | None:
+    """Most tokens of a text, by the module Transformer. Raises: CheckpointError for what changes its texts."""
+    path = directory / _TRANSFORMER
+    if (others := sorted(directory.glob(_OTHER_TRANSFORMERS))) and path not in others:
+        path = others[0]
+    config = read_json(path) if path.exists() else {}
+    for key, value in config.items():
+        if key not in _IGNORED and value not in (*_PLAIN.get(key, ()), None, {}):
+            raise CheckpointError(
+                f"{path}: {key} is {shown(value)}, which is not computed here; remove it if texts are read without it."
+            )
+    if config.get("max_seq_length") is not None:
+        return config["max_seq_length"]
+    tokenizer = directory / "tokenizer_config.json"
+    limit = read_json(tokenizer).get("model_max_length") if tokenizer.exists() else None
+    return limit if isinstance(limit, int) and limit < _NO_LIMIT else None
+
+
+def _read_prompts(path: Path) -> dict[str, Any]:
+    config = read_json(path) if path.exists() else {}
+    for key, plain in (("truncate_dim", None), ("model_type", "SentenceTransformer")):
+        if config.get(key) not in (None, plain):
+            raise CheckpointError(f"{path}: {key} is {shown(config[key])}, which is not computed here.")
+    similarity = config.get("similarity_fn_name") or "cosine"
+    if similarity not in SIMILARITIES:
+        raise CheckpointError(
+            f"{path}: similarity_fn_name is {shown(similarity)}; it must be one of {', '.join(SIMILARITIES)}."
+        )
+    prompts = {name: text for name, text in (config.get("prompts") or {}).items() if text}
+    default = config.get("default_prompt_name")
+    default = default if default in prompts else None  # the prompt of an empty text is none
+    return {"prompts": prompts, "default_prompt": default, "similarity": similarity}
+
+
+def require_same_tokens(run: OpenRun, directory: Path) -> None:
+    """Raise CheckpointError unless the run reads texts as the directory's tokenizer writes them.
+
+    Args: directory: of the Transformer.
+    """
+    theirs = load_theirs(directory)
+    for prompt in ("", *run.config.embedding.prompts):
+        text_format = TextFormat(run, prompt=prompt)
+        before = run.config.embedding.prompt_text(prompt)
+        options = {"truncation": True, "max_length": text_format.length}
+        ids = encoded(theirs, [before + text for text in _TEXTS], **options)
+        for text, document, expected in zip(_TEXTS, text_format.documents(_TEXTS), ids, strict=True):
+            if document.example.tokens.tolist() != expected:
+                raise CheckpointError(
+                    f"{directory}: its tokenizer reads {shown(before + text[:40])} as {_ends(expected)}, but the run as "
+                    f"{_ends(document.example.tokens.tolist())}; vectors would differ."
+                )
+
+
+def _ends(ids: Sequence[int]) -> str:
+    first, last = ", ".join(map(str, ids[:4])), ", ".join(map(str, ids[-2:]))
+    return f"{len(ids)} tokens [{first} ... {last}]"
+
+
+def import_modules(
+    source: Path,
+    output: Path,
+    tree: Mapping[str, Any],
+    import_transformer: Callable[[Path, Path, Mapping[str, Any]], Proof | None],
+    *,
+    verify: bool,
+    tolerance: float,
+) -> Proof | None:
+    """Import the Transformer of a directory, with the section `embedding`, and compare tokens and vectors.
+
+    Args: import_transformer: writes a run directory from the Transformer's; the others as for `import_directory`.
+    """
+    directory, settings = read_settings(source)
+    proof = import_transformer(directory, output, merge({"embedding": settings}, tree))
+    try:
+        run = open_run(output)
+        is_as_read = run.config.embedding == build(EmbeddingConfig, settings, "embedding.")
+        if is_as_read:  # others are asked for
+            require_same_tokens(run, directory)
+        if verify and is_as_read and (vectors := compare_vectors(run, source, tolerance)) is not None:
+            log.info("%s", vectors)
+    except BaseException:
+        remove_directory(output)
+        raise
+    return proof
+
+
+def compare_vectors(run: OpenRun, directory: Path, tolerance: float) -> Proof | None:
+    """Compare the run's vectors with those of sentence-transformers. None: it is not installed.
+
+    Raises: CheckpointError unless they are equal.
+    """
+    if importlib.util.find_spec("sentence_transformers") is None:
+        log.warning(
+            "sentence-transformers is not installed, so vectors are not compared: pip install sentence-transformers"
+        )
+        return None
+    with quiet():
+        from sentence_transformers import SentenceTransformer
+
+        model = SentenceTransformer(
+            str(directory), device="cpu", local_files_only=True, model_kwargs={"dtype": torch.float32}
+        )
+    loaded = run.with_model(torch.device("cpu"))
+    result = None
+    for prompt in ("", *run.config.embedding.prompts):
+        text = run.config.embedding.prompt_text(prompt)
+        expected = model.encode(list(_TEXTS), prompt=text, show_progress_bar=False)
+        actual = Embedder(loaded, TextFormat(loaded, prompt=prompt)).embed(_TEXTS)
+        found = _compared(actual, np.asarray(expected, np.float32))
+        result = found if result is None else result.joined(found)
+    assert result is not None
+    result.require(tolerance, f"sentence-transformers of {directory}")
+    return result
+
+
+def _compared(actual: np.ndarray, expected: np.ndarray) -> Proof:
+    difference = float(np.abs(actual - expected).max())
+    return Proof(difference, 1.0, len(actual), float(np.abs(expected).max()))
