@@ -118,10 +118,7 @@ class TextFormat:
     def batch(self, documents: Sequence[TextDocument]) -> TextBatch:
         """The documents one after another in one sequence, without padding."""
         fields = np.concatenate(
-            [
-                np.stack([getattr(each.example, name).view(np.int32) for name in FIELDS])
-                for each in documents
-            ],
+            [np.stack([getattr(each.example, name).view(np.int32) for name in FIELDS]) for each in documents],
             axis=1,
         )[None]
         lengths = [len(each.example.tokens) for each in documents]

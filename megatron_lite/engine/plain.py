@@ -14,9 +14,9 @@ from megatron_lite.parallel.context import Mpu, ParallelContext
 from megatron_lite.transformer.batch import Batch
 from megatron_lite.transformer.build import build_model
 from megatron_lite.transformer.micro_batch import MicroBatch
+from megatron_lite.transformer.pairs import PairInputs
 from megatron_lite.transformer.task_batch import TaskBatch
 from megatron_lite.transformer.tensor_parallel import TensorParallel
-from megatron_lite.transformer.text_vectors import TextInputs
 from megatron_lite.transformer.transformer import Transformer
 
 _MicroBatchLoss = tuple[MicroBatch, torch.Tensor, torch.Tensor]  # loss sum, and sum and weight of each loss
@@ -62,7 +62,7 @@ class PlainEngine(Engine):
         """
         self._begin_step(len(micro_batches), lr)  # learning rates, empty buckets
         objective_sums = self._zero_sums()
-        has_pairs = isinstance(micro_batches[0].extra_inputs, TextInputs)
+        has_pairs = isinstance(micro_batches[0].extra_inputs, PairInputs)
         losses = (self._vector_losses if has_pairs else self._losses)(micro_batches)
         for number, (micro_batch, loss_sum, sums) in enumerate(losses, start=1):
             # Set for every micro-batch: a batch ramp changes the number of micro-batches, which DeepSpeed counts by its
@@ -117,7 +117,7 @@ class PlainEngine(Engine):
             for batch in batches:
                 micro_batch = self.prepared(batch, None)
                 output, per_objective = self._model(micro_batch.to(self.context.device))
-                if isinstance(micro_batch.extra_inputs, TextInputs):
+                if isinstance(micro_batch.extra_inputs, PairInputs):
                     records = id(micro_batch.extra_inputs.records)
                     pairs.setdefault(records, []).append((output, micro_batch))
                 else:

@@ -32,7 +32,7 @@ from megatron_lite.embedding.embedder import Embedder, TextFormat
 from megatron_lite.hf.files.config_json import quiet
 from megatron_lite.hf.files.proof import Proof
 from megatron_lite.hf.files.tokenizer_proof import encoded, load_theirs
-from megatron_lite.hf.files.weights import MAX_JSON_BYTES, read_json, write_json
+from megatron_lite.hf.files.weights import MAX_JSON_BYTES, read_json
 from megatron_lite.inference.open_run import OpenRun, open_run
 
 log = logging.getLogger(__name__)
@@ -97,7 +97,9 @@ def _modules(directory: Path) -> list[tuple[str, str]]:
     path = directory / MODULES
     try:
         listed = conform(parse_json(read_bounded(path, MAX_JSON_BYTES)), list[dict[str, Any]])
-        listed = [conform({key: each.get(key) for key in ("type", "path")}, dict[str, str]) for each in listed]
+        listed = [
+            conform({key: each.get(key) for key in ("type", "path")}, dict[str, str]) for each in listed
+        ]
     except ValueError as error:
         raise CheckpointError(f"{path} {error}; fetch it again.") from None
     for each in listed:
@@ -115,11 +117,7 @@ def _read_pooling(path: Path) -> dict[str, Any]:
     config = read_json(path)
     named = config.get("pooling_mode")
     if named is None:
-        named = [
-            key
-            for key, value in config.items()
-            if key.startswith("pooling_mode_") and value is True
-        ]
+        named = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
     names = [named] if isinstance(named, str) else list(named)
     found = [ours for ours, theirs in _POOLINGS.items() if names and names[0] in theirs]
     if len(names) != 1 or not found:

@@ -43,13 +43,13 @@ from megatron_lite.transformer.lm_head import Heads
 from megatron_lite.transformer.loss import ChunkedLogits, loss_logits, prediction_losses, sum_losses
 from megatron_lite.transformer.micro_batch import MicroBatch
 from megatron_lite.transformer.norms import LayerNorm, RMSNorm, final_layernorm
+from megatron_lite.transformer.pairs import PairInputs
 from megatron_lite.transformer.pooling import pool
 from megatron_lite.transformer.position_bias import Table, relative_tables
 from megatron_lite.transformer.predictions import task_outputs, token_scores
 from megatron_lite.transformer.task_batch import TaskInputs
 from megatron_lite.transformer.task_losses import choice_scores, group_sums, task_loss, task_sums
 from megatron_lite.transformer.tensor_parallel import TensorParallel
-from megatron_lite.transformer.text_vectors import TextInputs
 from megatron_lite.transformer.trained_model import TrainedModel
 
 
@@ -254,10 +254,10 @@ class Transformer(TrainedModel):
         Both are equal on all tensor-parallel ranks. The loss of a task is the last of the objectives.
 
         Args: predict: return the predictions of a task instead, see `_predictions`.
-        For pairs of texts the vectors, [V, D] fp32, and an empty tensor: their loss is the engine's (vector_loss.py).
+        For pairs of texts the vectors, fp32 [G, D], and an empty tensor: their loss is the engine's (vector_loss.py).
         """
-        if isinstance(batch.extra_inputs, TextInputs):
-            vectors = self._vectors(batch, batch.extra_inputs)
+        if isinstance(batch.extra_inputs, PairInputs):
+            vectors = self.text_vectors(batch)
             return vectors, vectors.new_empty(0)
         if predict:
             return self._predictions(batch)
@@ -278,12 +278,6 @@ class Transformer(TrainedModel):
             token_sums[:, :2] += sums
             return loss + token_loss, token_sums
         return loss, sums
-
-    def _vectors(self, batch: MicroBatch, texts: TextInputs) -> torch.Tensor:
-        hidden = self._hidden(batch)
-        if self.parallel.sequence_parallel:
-            hidden = gather_tokens(hidden, self.parallel.group)
-        return texts.pool(hidden, self.final_layernorm, batch.dropout, self.config.final_dropout)
 
     def _token_loss(self, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         logits, words = self._logits_and_classes(hidden, batch), self.embedding.word_embeddings
