@@ -29,6 +29,8 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.deepspeed_engines import quiet_deepspeed
 from megatron_lite.engine.engine import SHARED_BY_STAGES, Engine, StepResult
+from megatron_lite.engine.vector_loss import vector_sums
+from megatron_lite.parallel.collectives import gather_tokens
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.transformer.attention_backends.interface import EncoderDecoderPlan
 from megatron_lite.transformer.batch import Batch
@@ -57,6 +59,8 @@ from megatron_lite.transformer.lm_head import Heads
 from megatron_lite.transformer.loss import ChunkedLogits, loss_logits, sum_losses
 from megatron_lite.transformer.micro_batch import MicroBatch
 from megatron_lite.transformer.norms import final_layernorm
+from megatron_lite.transformer.pairs import PairBatch, PairInputs
+from megatron_lite.transformer.pooling import pool
 from megatron_lite.transformer.position_bias import Table, relative_tables
 from megatron_lite.transformer.tensor_parallel import TensorParallel, VocabParallelEmbedding
 
@@ -148,7 +152,10 @@ class _Words(VocabParallelEmbedding):
     def project(module: _Words, inputs: tuple[Heads, *_HeadOutputs]) -> _Logits:
         """Last layer, on the tied weight."""
         heads, vectors, classes = inputs
-        boundaries = len(module.queue.current.micro_batch.loss_positions.borders)
+        micro_batch = module.queue.current.micro_batch
+        if isinstance(micro_batch.extra_inputs, PairInputs):
+            return vectors, classes  # of texts, which predict no tokens
+        boundaries = len(micro_batch.loss_positions.borders)
         return loss_logits(heads, vectors, module, boundaries), classes
 
 
@@ -231,6 +238,11 @@ class _Readout(nn.Module):
         else:
             _, hidden = cast(_TwoStacks, inputs)  # only the decoder's tokens have predictions
             _, context = current.stack_contexts
+        if isinstance(pairs := current.micro_batch.extra_inputs, PairInputs):
+            assert current.stack_contexts is None, "the objective checks that there is no decoder"
+            parallel = self.queue.parallel
+            hidden = gather_tokens(hidden, parallel.group) if parallel.sequence_parallel else hidden
+            return self.heads, pool(self.final_layernorm(hidden), pairs), hidden.new_empty(0)
         positions = current.micro_batch.loss_positions
         return self.heads, *self.heads(hidden, positions, self.final_layernorm, context.dropout)
 
@@ -245,7 +257,10 @@ class _Project(nn.Module):
     def forward(self, inputs: tuple[Heads, *_HeadOutputs]) -> _Logits:
         heads, vectors, classes = inputs
         assert heads.vocabulary is not None
-        boundaries = len(self.queue.current.micro_batch.loss_positions.borders)
+        micro_batch = self.queue.current.micro_batch
+        if isinstance(micro_batch.extra_inputs, PairInputs):
+            return vectors, classes
+        boundaries = len(micro_batch.loss_positions.borders)
         return loss_logits(heads, vectors, heads.vocabulary, boundaries), classes
 
 
@@ -357,6 +372,9 @@ class PipelineEngine(Engine):
         self.num_losses = num_losses
         self._sums = self._zero_sums(context.device)
         self._queue = _Queue(config.model, parallel, context.device, config.has_memory)
+        # Of pairs, on the last stage: the vectors of a first pass, then the gradients of the second one.
+        self._vectors: list[torch.Tensor] = []
+        self._gradients: Iterator[torch.Tensor] | None = None
         # no_grad: DeepSpeed broadcasts the tied weight, of which autograd would warn in every backward pass.
         assert context.process_groups is not None
         with quiet_deepspeed(), torch.no_grad(), context.process_groups.shared_with_deepspeed():
@@ -372,6 +390,12 @@ class PipelineEngine(Engine):
     def _loss(self, outputs: _Logits, nothing: torch.Tensor) -> torch.Tensor:
         """On the last stage: this micro-batch's share of the step's loss; adds to the objectives' sums."""
         current = self._queue.current
+        if isinstance(current.micro_batch.extra_inputs, PairInputs):
+            vectors = cast(torch.Tensor, outputs[0])
+            if self._gradients is None:
+                self._vectors.append(vectors)
+                return vectors.sum() * 0.0
+            return (vectors * next(self._gradients)).sum() * current.loss_factor
         words, training = self._stages.output_words(), self._config.training
         loss_sum, per_objective = sum_losses(
             outputs,
@@ -387,6 +411,8 @@ class PipelineEngine(Engine):
     def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
         self._begin_step(len(micro_batches), lr)
         self._sums = self._zero_sums(self.context.device)
+        if isinstance(micro_batches[0].extra_inputs, PairInputs):
+            self._gradients = iter(self._vector_pass(micro_batches))
         per_pass = self._engine.train_micro_batch_size_per_gpu() * self._engine.dp_world_size
         # Its number of micro-batches follows from the batch size, which a ramp changes between steps.
         self._engine.set_train_batch_size(len(micro_batches) * per_pass)
@@ -395,13 +421,33 @@ class PipelineEngine(Engine):
         # All at once: a stage has no call between its layers where it could wait for each.
         self._zero.wait_for_weights()
         self._engine.train_batch(self._nothing())
+        self._gradients = None
         return self._result(self._sums)
+
+    def _vector_pass(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        """The gradients of the vectors of pairs, on the last stage; adds to the objectives' sums."""
+        self._vectors.clear()
+        self._queue.fill(micro_batches)
+        self._zero.wait_for_weights()
+        self._engine.eval_batch(self._nothing(), num_micro_batches=len(micro_batches))
+        if not self._vectors:
+            return []
+        sums, gradients = vector_sums(
+            self._vectors, micro_batches, self._config, self._step, self.context.dp, self.num_losses
+        )
+        self._sums[:, :2] += sums
+        return gradients
 
     def evaluate(self, batches: Sequence[Batch]) -> torch.Tensor:
         self._sums = self._zero_sums(self.context.device)
-        self._queue.fill(self.prepared(batch, None) for batch in batches)
-        self._zero.wait_for_weights()
-        self._engine.eval_batch(self._nothing(), num_micro_batches=len(batches))
+        pairs = [batch for batch in batches if isinstance(batch, PairBatch)]
+        for _, of_records in itertools.groupby(pairs, lambda batch: batch.records.first_sample):
+            self._vector_pass([self.prepared(batch, None) for batch in of_records])
+        texts = [batch for batch in batches if not isinstance(batch, PairBatch)]
+        if texts:
+            self._queue.fill(self.prepared(batch, None) for batch in texts)
+            self._zero.wait_for_weights()
+            self._engine.eval_batch(self._nothing(), num_micro_batches=len(texts))
         return self._sums
 
     def _nothing(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

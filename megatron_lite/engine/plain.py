@@ -8,7 +8,7 @@ import torch
 
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import Engine, StepResult
-from megatron_lite.engine.vector_loss import vector_loss
+from megatron_lite.engine.vector_loss import vector_sums
 from megatron_lite.optim.lr_multipliers import LrMultipliers
 from megatron_lite.parallel.context import Mpu, ParallelContext
 from megatron_lite.transformer.batch import Batch
@@ -96,14 +96,9 @@ class PlainEngine(Engine):
     def _vector_sums(
         self, vectors: Sequence[torch.Tensor], micro_batches: Sequence[MicroBatch]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Loss and weight of each loss, fp64 [losses, 2], and the gradients of the vectors."""
-        inputs = [micro_batch.extra_inputs for micro_batch in micro_batches]
-        loss, sizes = self._pair_loss
-        total, weight, gradients = vector_loss(vectors, inputs, self.context.dp, loss, sizes)
-        scale = float(micro_batches[0].extra_weights)  # on the host; of the mean of each loss, equal for all
-        sums = torch.zeros(self._model.num_losses, 2, dtype=torch.float64, device=total.device)
-        sums[inputs[0].loss_number] = scale * torch.stack([total, torch.full_like(total, weight)])
-        return sums, [scale * gradient for gradient in gradients]
+        return vector_sums(
+            vectors, micro_batches, self._config, self._step, self.context.dp, self._model.num_losses
+        )
 
     def _on_device(self, micro_batch: MicroBatch) -> MicroBatch:
         return micro_batch.to(self.context.device, self._buffer_for(micro_batch))

@@ -13,9 +13,33 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from data_utils.common.losses import CONTRASTIVE
+from data_utils.objectives.contrastive import ContrastiveConfig
+from data_utils.objectives.own_corpora import TEXT_PAIRS
+from megatron_lite.config.tree import Config
 from megatron_lite.parallel.collectives import Group, all_gather, all_reduce
-from megatron_lite.transformer.pair_losses import PairLoss, Records, loss_and_gradient
+from megatron_lite.transformer.micro_batch import MicroBatch
+from megatron_lite.transformer.pair_losses import CoSent, InfoNce, PairLoss, Records, loss_and_gradient
 from megatron_lite.transformer.pairs import PairInputs, PairRecords
+
+
+def pair_section(config: Config) -> ContrastiveConfig:
+    """The section of the objective that reads pairs."""
+    return next(
+        choice.section for choice in config.objective_choices if choice.section.own_corpora == TEXT_PAIRS
+    )
+
+
+def pair_loss(section: ContrastiveConfig) -> PairLoss:
+    if section.loss == "cosent":
+        return CoSent(section.temperature)
+    return InfoNce(section.temperature, section.directions, section.false_negative_margin)
+
+
+def matryoshka(section: ContrastiveConfig) -> list[tuple[int, float]]:
+    """Sizes and weights, for `loss_and_gradient`."""
+    sizes = section.matryoshka_sizes
+    return list(zip(sizes, section.matryoshka_weights or [1.0] * len(sizes), strict=True))
 
 
 def on_device(records: PairRecords, is_there: torch.Tensor, device: torch.device) -> Records:
@@ -30,6 +54,28 @@ def on_device(records: PairRecords, is_there: torch.Tensor, device: torch.device
         sent(records.is_counted) & is_there,
         sent(records.scores),
     )
+
+
+def vector_sums(
+    vectors: Sequence[torch.Tensor],
+    micro_batches: Sequence[MicroBatch],
+    config: Config,
+    step: int,
+    group: Group,
+    num_losses: int,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The loss of this rank's records, and the gradients of its vectors, both times the weight of the loss.
+
+    Args: vectors: of each micro-batch, see `vector_loss`. step: from 1.
+    Returns: fp64 [losses, 2], sum and weight of each loss; fp32 [G, D] of each micro-batch.
+    """
+    section = pair_section(config.phase_plan.config(step - 1))
+    inputs = [micro_batch.extra_inputs for micro_batch in micro_batches]
+    total, weight, gradients = vector_loss(vectors, inputs, group, pair_loss(section), matryoshka(section))
+    scale = float(micro_batches[0].extra_weights)  # on the host; of a loss that is a mean, equal for all
+    sums = torch.zeros(num_losses, 2, dtype=torch.float64, device=total.device)
+    sums[CONTRASTIVE.number] = scale * torch.stack([total, torch.full_like(total, weight)])
+    return sums, [scale * gradient for gradient in gradients]
 
 
 def vector_loss(
