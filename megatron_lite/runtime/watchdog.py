@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import re
 import socket
 import sys
 import threading
@@ -41,12 +40,8 @@ BACKSTOP_SECONDS = 30.0  # after the limit, for the timer that needs no interpre
 # Limit of leaving the process group and ending the interpreter, on a starved machine too.
 EXIT_SECONDS = 300.0
 CLOCKS_DIFFER_SECONDS = 60.0  # between the machines of a run, and between the starts of its ranks
-DEATH_SECONDS = 10.0  # from a broken connection until the process at its other end is seen to be dead
+DEATH_SECONDS = 10.0  # from the failure of a collective until the process at its other end is seen to be dead
 COMPARE_SECONDS = 1.5  # from this rank's alarm until the last heartbeats of the others are read
-# Messages of gloo, NCCL and torch's store about a broken connection.
-_CONNECTION = re.compile(
-    r"gloo/transport|Connection (closed|reset|refused|was likely closed)|Broken pipe|ncclRemoteError"
-)
 
 
 class Section(StrEnum):
@@ -213,26 +208,22 @@ class Watchdog:
 
     @contextlib.contextmanager
     def name_dead_ranks(self) -> Iterator[None]:
-        """Turn the failure of a collective whose rank has died into a RankError that names the rank."""
+        """Turn an error of torch into a RankError if another rank of this machine has died, whatever the error says."""
         try:
             yield
         except RuntimeError as error:
-            if not _CONNECTION.search(str(error)):
-                raise
-            deadline = time.monotonic() + DEATH_SECONDS
+            deadline = time.monotonic() + DEATH_SECONDS * (self._world_size > 1)
             while not (dead := self.dead_ranks()) and time.monotonic() < deadline:
                 time.sleep(0.1)
-            ended = RankError(
+            if not dead:
+                raise
+            died = RankError(
                 f"rank {self._rank} lost the connection to another rank: "
-                + (
-                    "; ".join(f"{beat.with_age}, process {beat.pid}, has died" for beat in dead)
-                    or "the messages of the other ranks name it"
-                )
+                + "; ".join(f"{beat.with_age}, process {beat.pid}, has died" for beat in dead)
                 + ". Its last output, or the system's log if memory ran out, shows the cause; start again to continue."
             )
-            living = set(range(self._world_size)) - {beat.rank for beat in dead}
-            ended.only_here = self._rank == min(living) or not dead
-            raise ended from error
+            died.only_here = self._rank == min(set(range(self._world_size)) - {beat.rank for beat in dead})
+            raise died from error
 
     def _end(self, point: _Point, now: float) -> None:
         rule = f"timeouts.{point.section}_seconds is {self._limits[point.section]:g}"

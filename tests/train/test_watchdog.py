@@ -93,7 +93,8 @@ def train_until_a_rank_is_killed(rank, port, tree):
     with pytest.raises(RankError) as caught, trainer.watchdog.name_dead_ranks():
         trainer.fit()
     trainer.watchdog.enter(Section.EXIT)  # as pretrain_glm.py does
-    print(f"{rank} {caught.value.only_here} {caught.value}", flush=True)
+    # One write, as the program's own: `print` would write the line's end apart from the line.
+    os.write(1, f"{rank} {caught.value.only_here} {caught.value}\n".encode())
     os._exit(int(caught.value.status))
 
 
