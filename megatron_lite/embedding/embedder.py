@@ -87,6 +87,16 @@ class TextFormat:
                 "raise it, or shorten the prompt.",
             )
 
+    def described(self) -> dict[str, Any]:
+        """What its documents and vectors depend on besides texts and tokenizer, as JSON."""
+        input_format = self._inputs.input_format
+        return {
+            "settings": to_tree(self.config),
+            "form": [input_format.name, input_format.objective, *self._example([]).tokens.tolist()],
+            "prompt": self._prompt,
+            "length": self.length,
+        }
+
     @property
     def _before(self) -> int:
         """Special tokens before a text."""
@@ -118,10 +128,7 @@ class TextFormat:
     def batch(self, documents: Sequence[TextDocument]) -> TextBatch:
         """The documents one after another in one sequence, without padding."""
         fields = np.concatenate(
-            [
-                np.stack([getattr(each.example, name).view(np.int32) for name in FIELDS])
-                for each in documents
-            ],
+            [np.stack([getattr(each.example, name).view(np.int32) for name in FIELDS]) for each in documents],
             axis=1,
         )[None]
         lengths = [len(each.example.tokens) for each in documents]
