@@ -86,6 +86,16 @@ class TextFormat:
                 "raise it, or shorten the prompt.",
             )
 
+    def described(self) -> dict[str, Any]:
+        """What its documents and vectors depend on besides texts and tokenizer, as JSON."""
+        input_format = self._inputs.input_format
+        return {
+            "settings": to_tree(self.config),
+            "form": [input_format.name, input_format.objective, *self._example([]).tokens.tolist()],
+            "prompt": self._prompt,
+            "length": self.length,
+        }
+
     @property
     def _before(self) -> int:
         """Special tokens before a text."""

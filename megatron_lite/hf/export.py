@@ -35,6 +35,7 @@ from megatron_lite.hf.glm.export import (
 from megatron_lite.hf.model_format import format_of_run
 from megatron_lite.hf.published.runs import prove_published, write_published
 from megatron_lite.hf.published.systems import SYSTEMS_BY_NAME
+from megatron_lite.hf.sentence_transformers import compare_vectors, write_modules
 from megatron_lite.inference.open_run import OpenRun, open_run
 from megatron_lite.transformer.flops import parameter_shapes
 
@@ -57,6 +58,9 @@ class ExportOptions:
     tolerance: float = setting(proof.TOLERANCE, "Maximum logit difference that passes verification.")
     adapter: bool = setting(
         False, "Write the updates of LoRA alone, as files of peft, instead of merging them."
+    )
+    sentence_transformers: bool = setting(
+        False, "Write what sentence-transformers needs to make vectors as the section embedding says."
     )
 
 
@@ -81,7 +85,12 @@ def export_run(
         prove = _write(directory, run, options)
         if prove is None:
             return None
+        if options.sentence_transformers:
+            write_modules(directory, run)
         report = prove(options.dtype, options.tolerance) if options.verify else None
+        if report is not None and options.sentence_transformers:
+            vectors = compare_vectors(run, directory, options.tolerance, options.dtype, is_ours=True)
+            report = replace(report, comparisons={**report.comparisons, "vectors": vectors})
         write_report(directory, report)
         return None if report is None else proof.joined(report.comparisons)
 

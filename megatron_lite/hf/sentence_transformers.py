@@ -12,8 +12,8 @@ package itself.
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 
 from data_utils.common.errors import CheckpointError
 from data_utils.common.files import remove_directory
@@ -30,9 +31,9 @@ from data_utils.common.untrusted import conform, parse_json, read_bounded
 from megatron_lite.config.embedding import SIMILARITIES, EmbeddingConfig
 from megatron_lite.embedding.embedder import Embedder, TextFormat
 from megatron_lite.hf.files.config_json import quiet
-from megatron_lite.hf.files.proof import Proof
+from megatron_lite.hf.files.proof import Proof, joined
 from megatron_lite.hf.files.tokenizer_proof import encoded, load_theirs
-from megatron_lite.hf.files.weights import MAX_JSON_BYTES, read_json
+from megatron_lite.hf.files.weights import DTYPES, MAX_JSON_BYTES, read_json, write_json
 from megatron_lite.inference.open_run import OpenRun, open_run
 
 log = logging.getLogger(__name__)
@@ -176,8 +177,8 @@ def require_same_tokens(run: OpenRun, directory: Path) -> None:
         for text, document, expected in zip(_TEXTS, text_format.documents(_TEXTS), ids, strict=True):
             if document.example.tokens.tolist() != expected:
                 raise CheckpointError(
-                    f"{directory}: its tokenizer reads {shown(before + text[:40])} as {_ends(expected)}, but the run as "
-                    f"{_ends(document.example.tokens.tolist())}; vectors would differ."
+                    f"{directory}: its tokenizer reads {shown(before + text[:40])} as {_ends(expected)}, but the run "
+                    f"as {_ends(document.example.tokens.tolist())}; vectors would differ."
                 )
 
 
@@ -203,42 +204,45 @@ def import_modules(
     proof = import_transformer(directory, output, merge({"embedding": settings}, tree))
     try:
         run = open_run(output)
+        require_same_tokens(run, directory)
         is_as_read = run.config.embedding == build(EmbeddingConfig, settings, "embedding.")
-        if is_as_read:  # others are asked for
-            require_same_tokens(run, directory)
-        if verify and is_as_read and (vectors := compare_vectors(run, source, tolerance)) is not None:
-            log.info("%s", vectors)
+        if verify and is_as_read and is_installed():
+            compare_vectors(run, source, tolerance)
+        elif verify and is_as_read:
+            log.warning("sentence-transformers is not installed, so vectors were not compared")
     except BaseException:
         remove_directory(output)
         raise
     return proof
 
 
-def compare_vectors(run: OpenRun, directory: Path, tolerance: float) -> Proof | None:
-    """Compare the run's vectors with those of sentence-transformers. None: it is not installed.
+def is_installed() -> bool:
+    return importlib.util.find_spec("sentence_transformers") is not None
 
+
+def compare_vectors(
+    run: OpenRun, directory: Path, tolerance: float, dtype: str = "fp32", is_ours: bool = False
+) -> Proof:
+    """Compare the run's vectors with those of sentence-transformers, which must be installed.
+
+    Args: dtype: of the directory's weights. is_ours: it is an export, whose code may run.
     Raises: CheckpointError unless they are equal.
     """
-    if importlib.util.find_spec("sentence_transformers") is None:
-        log.warning(
-            "sentence-transformers is not installed, so vectors are not compared: pip install sentence-transformers"
-        )
-        return None
     with quiet():
         from sentence_transformers import SentenceTransformer
 
         model = SentenceTransformer(
-            str(directory), device="cpu", local_files_only=True, model_kwargs={"dtype": torch.float32}
+            str(directory), device="cpu", trust_remote_code=is_ours, model_kwargs={"dtype": torch.float32}
         )
     loaded = run.with_model(torch.device("cpu"))
-    result = None
+    loaded.model.to(DTYPES[dtype]).float()
+    found = []
     for prompt in ("", *run.config.embedding.prompts):
         text = run.config.embedding.prompt_text(prompt)
         expected = model.encode(list(_TEXTS), prompt=text, show_progress_bar=False)
         actual = Embedder(loaded, TextFormat(loaded, prompt=prompt)).embed(_TEXTS)
-        found = _compared(actual, np.asarray(expected, np.float32))
-        result = found if result is None else result.joined(found)
-    assert result is not None
+        found.append(_compared(actual, np.asarray(expected, np.float32)))
+    result = joined(dict(enumerate(found)))
     result.require(tolerance, f"sentence-transformers of {directory}")
     return result
 
@@ -246,3 +250,92 @@ def compare_vectors(run: OpenRun, directory: Path, tolerance: float) -> Proof | 
 def _compared(actual: np.ndarray, expected: np.ndarray) -> Proof:
     difference = float(np.abs(actual - expected).max())
     return Proof(difference, 1.0, len(actual), float(np.abs(expected).max()))
+
+
+def write_modules(directory: Path, run: OpenRun) -> None:
+    """Make the directory of an export, which has its card, one of sentence-transformers.
+
+    Raises: ConfigError for a run that makes no vectors; CheckpointError for what older versions compute otherwise.
+    """
+    text_format = TextFormat(run)
+    config, size = text_format.config, run.config.model.hidden_size
+    tokenizer = directory / "tokenizer_config.json"
+    if config.pooling == "cls" and read_json(tokenizer).get("padding_side") == "left":
+        raise CheckpointError(
+            "embedding.pooling is cls, but the tokenizer of this model pads on the left, where older versions of "
+            "sentence-transformers take the first token from; set it to mean."
+        )
+    theirs, key = _POOLINGS[config.pooling]
+    pooling: dict[str, Any] = {"word_embedding_dimension": size}
+    for name, old in _POOLINGS.values():
+        if name == theirs or name != "lasttoken":  # the oldest versions do not know this key
+            pooling[old] = old == key
+    if not config.include_prompt:
+        pooling["include_prompt"] = False
+    kinds = {
+        "Transformer": "",
+        "Pooling": _POOLING,
+        **({"Normalize": "2_Normalize"} if config.normalize else {}),
+    }
+    modules = [
+        # The names of all versions: today's are read as other names of the same.
+        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for index, (kind, path) in enumerate(kinds.items())
+    ]
+    for path in kinds.values():
+        (directory / path).mkdir(exist_ok=True)
+    (directory / MODULES).write_text(json.dumps(modules, indent=2) + "\n", encoding="utf-8")
+    write_json(directory / _POOLING / "config.json", pooling)
+    write_json(directory / _TRANSFORMER, {"max_seq_length": text_format.length, "do_lower_case": False})
+    versions = {"transformers": transformers.__version__, "pytorch": torch.__version__}
+    write_json(
+        directory / _SETTINGS,
+        {
+            "__version__": {"sentence_transformers": _VERSION, **versions},
+            "prompts": config.prompts,
+            "default_prompt_name": config.default_prompt,
+            "similarity_fn_name": config.similarity,
+        },
+    )
+    card = directory / "README.md"
+    card.write_text(_with_vectors(card.read_text(encoding="utf-8"), text_format, size), encoding="utf-8")
+
+
+_CARD = """## Vectors of texts
+
+```python
+from sentence_transformers import SentenceTransformer
+
+model = SentenceTransformer("PATH"{remote})
+vectors = model.encode(["A man is playing a guitar.", "Somebody makes music."])
+model.similarity(vectors, vectors)
+```
+
+| | |
+|---|---|
+| numbers | {size} |
+| pooling | {pooling} |
+| normalized | {normalize} |
+| compared by | {similarity} |
+| tokens of a text | {length} |
+| prompts | {prompts} |
+
+"""
+
+
+def _with_vectors(card: str, text_format: TextFormat, size: int) -> str:
+    """The card of an export with what users of its vectors need."""
+    config, has_code = text_format.config, "trust_remote_code" in card
+    section = _CARD.format(
+        remote=", trust_remote_code=True" if has_code else "",
+        size=size,
+        pooling=config.pooling,
+        normalize="yes" if config.normalize else "no",
+        similarity=config.similarity,
+        length=text_format.length,
+        prompts=", ".join(f"{name}: {text!r}" for name, text in config.prompts.items()) or "none",
+    )
+    head = "library_name: transformers\ntags:\n"
+    ours = "library_name: sentence-transformers\npipeline_tag: sentence-similarity\ntags:\n- sentence-transformers\n"
+    before, heading, after = card.replace(head, ours, 1).partition("## Training\n")
+    return f"{before}{section}{heading}{after}"
