@@ -15,7 +15,7 @@ import hashlib
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -93,29 +93,14 @@ class TextPairReader:
         if not record or record.isspace():
             return None
         tree = parse_json_object(record)
-        queries, positives = (self._texts(tree, name, True) for name in (self.query, self.positive))
-        negatives = [text for name in self.negative for text in self._texts(tree, name, False)]
+        queries, positives = (texts_of(tree, name, True) for name in (self.query, self.positive))
+        negatives = [text for name in self.negative for text in texts_of(tree, name, False)]
         score = 0.0 if self.score is None else self._score(tree)
         if len(queries) > 1:
             raise UnusableRecord(
                 "several_queries", f"field {self.query!r} holds {len(queries)} texts, not one"
             )
         return [TextPair([query, text, *negatives], score) for query in queries for text in positives]
-
-    def _texts(self, tree: Mapping[str, Any], name: str, is_required: bool) -> list[str]:
-        """The texts of a column that are not empty."""
-        try:
-            value = field_at(tree, name)
-        except KeyError:
-            if not is_required:
-                return []
-            problem = f"there is no field {name!r} (fields: {listed(list(tree)[:10]) or 'none'})"
-            raise UnusableRecord("missing_field", problem) from None
-        texts = value if isinstance(value, list) else [] if value is None and not is_required else [value]
-        for text in texts:
-            if not isinstance(text, str):
-                raise UnusableRecord("field_not_text", f"field {name!r} holds {json_type(text)}, not text")
-        return [text for text in texts if text and not text.isspace()]
 
     def _score(self, tree: Mapping[str, Any]) -> float:
         value = tree.get(self.score or "")
@@ -126,6 +111,22 @@ class TextPairReader:
         if not math.isfinite(score):
             raise UnusableRecord("bad_score", f"the score in {self.score!r} is {shown(value)}, not a number")
         return score
+
+
+def texts_of(tree: Mapping[str, Any], name: str, is_required: bool) -> list[str]:
+    """The texts of a field that are not empty. Raises UnusableRecord."""
+    try:
+        value = field_at(tree, name)
+    except KeyError:
+        if not is_required:
+            return []
+        problem = f"there is no field {name!r} (fields: {listed(list(tree)[:10]) or 'none'})"
+        raise UnusableRecord("missing_field", problem) from None
+    texts = value if isinstance(value, list) else [] if value is None and not is_required else [value]
+    for text in texts:
+        if not isinstance(text, str):
+            raise UnusableRecord("field_not_text", f"field {name!r} holds {json_type(text)}, not text")
+    return [text for text in texts if text and not text.isspace()]
 
 
 class EncodedPairs(NamedTuple):
@@ -201,11 +202,11 @@ def open_text_pairs(
             raise ConfigError(
                 f"--text-pairs needs JSON lines or tables, but {source} is text without fields; convert it."
             )
-    records = _first_records(inputs)
+    records = list(itertools.islice(objects_of(inputs, True), _FIRST_RECORDS))
     fields = list(dict.fromkeys(name for record in records for name in record))
     negative = tuple(config.negative_columns) or tuple(_negative_columns(fields))
     query, positive = (
-        getattr(config, f"{role}_column") or _only_column(role, fields) for role in ("query", "positive")
+        getattr(config, f"{role}_column") or only_column(role, fields) for role in ("query", "positive")
     )
     score = config.score_column or next((name for name in _USUAL["score"] if name in fields), None)
     prompts = config.query_prompt, config.document_prompt
@@ -217,23 +218,23 @@ def open_text_pairs(
         )
     negatives = config.negatives
     if negatives is None:
-        texts = [sum(len(reader._texts(tree, name, False)) for name in negative) for tree in records]
+        texts = [sum(len(texts_of(tree, name, False)) for name in negative) for tree in records]
         negatives = max(texts, default=0)
     return TextPairReader(query, positive, negative, score, negatives, prompts, prompt_tokens)
 
 
-def _first_records(inputs: Sequence[InputFile]) -> list[dict[str, Any]]:
-    """The first records of the first input that has any. Raises DataError without any."""
-    counts = RecordCounts()
+def objects_of(inputs: Iterable[InputFile], skips_bad: bool = False) -> Iterator[dict[str, Any]]:
+    """The records of files as JSON objects. Raises DataError for a bad record, unless it is skipped; without any."""
+    counts, found = RecordCounts(), False
     for path in inputs:
         for block in read_blocks([FileRange(path)], ()):
-            records = [tree for _, tree in parsed_records(block, _tree, counts)]
-            if records:
-                return records[:_FIRST_RECORDS]
-    raise DataError(
-        f"the input has no record ({counts.num_bad} bad records, the first "
-        f"{next(iter(counts.examples), 'none')}); give one with text pairs."
-    )
+            trees = [tree for _, tree in parsed_records(block, _tree, counts)]
+            if not skips_bad:
+                counts.enforce("error", 0, "file")
+            yield from trees
+            found = found or bool(trees)
+    if not found:
+        raise DataError(f"the input has no record ({counts.num_bad} bad ones); give one with text pairs.")
 
 
 def _tree(record: bytes | UnusableRecord) -> dict[str, Any] | None:
@@ -242,7 +243,8 @@ def _tree(record: bytes | UnusableRecord) -> dict[str, Any] | None:
     return parse_json_object(record) if record and not record.isspace() else None
 
 
-def _only_column(role: str, fields: Sequence[str]) -> str:
+def only_column(role: str, fields: Sequence[str]) -> str:
+    """The column of a role, by the usual names. Raises ConfigError without one, or with several."""
     found = [name for name in _USUAL[role] if name in fields]
     if len(found) == 1:
         return found[0]
