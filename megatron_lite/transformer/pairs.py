@@ -129,31 +129,11 @@ class PairBatch(TextBatch):
         texts = np.arange(len(doc))[:, None] * self.records.texts.shape[1] + doc
         return np.where(doc == PADDING_DOC, -1, texts).ravel()
 
-    @cached_property
-    def text_starts(self) -> np.ndarray:
-        """The first token of each text, int64 [B, k], an index into the flattened batch; -1 = there is no text."""
-        real = np.flatnonzero(self.token_texts >= 0)
-        texts, first = np.unique(self.token_texts[real], return_index=True)
-        starts = np.full(len(self.fields) * self.records.texts.shape[1], -1)
-        starts[texts] = real[first]
-        return starts.reshape(len(self.fields), -1)
-
     @property
     def skipped_tokens(self) -> np.ndarray:
         """Tokens at the start of each text that a vector without its prompt leaves out, int64 [k]."""
         query, document = self.prompt_tokens
         return np.array([query, *[document] * (self.records.texts.shape[1] - 1)])
-
-    @property
-    def text_hashes(self) -> np.ndarray:
-        """The hash of each text, uint64 [B, k]; 0 = there is no text."""
-        hashes = self.records.texts[self.numbers]
-        return np.where(self.text_starts >= 0, hashes, np.uint64(0))
-
-    @property
-    def scores(self) -> np.ndarray:
-        """The score of each sequence's record, fp32 [B]; 0 for padding."""
-        return np.where(self.numbers >= 0, self.records.scores[self.numbers], np.float32(0))
 
     def padded(self, sequences: int) -> PairBatch:
         more = sequences - len(self.samples)
