@@ -75,7 +75,7 @@ def export_run(
     with new_directory(output) as directory:
         run = open_run(path, tokenizer_path, decoder_tokenizer_path)
         require_usual_logits(run.config, run.checkpoint.path)
-        if run.config.model.task_heads:
+        if run.config.model.task_head.heads:
             message = "has heads of several tasks; tune it on one (scripts/finetune.py --task FILE), and export that"
             raise CheckpointError(f"checkpoint {run.checkpoint.path} {message}.")
         prove = _write(directory, run, options)
@@ -103,10 +103,10 @@ def _write(directory: Path, run: OpenRun, options: ExportOptions) -> Callable[[s
             model_format.require_provable(checkpoint.path)
         model_format.write(directory, run, options.dtype, options.max_shard_bytes)
         return partial(model_format.prove, run, directory)
-    if model.has_task_pool:
+    if model.task_head.has_pool:
         raise CheckpointError(
-            f"checkpoint {checkpoint.path} has a head with model.task_pool {model.task_pool}, which no class of "
-            "transformers has; only heads of one token (task_pool token) can be exported."
+            f"checkpoint {checkpoint.path} has a head with model.task_head.pool {model.task_head.pool}, which no class "
+            "of transformers has; only heads of one token (pool: token) can be exported."
         )
     is_published = model.system in SYSTEMS_BY_NAME and not is_released
     plain = replace(run, config=without_updates(run.config))  # updates of LoRA are merged

@@ -79,7 +79,7 @@ def ask(
             if is_export:
                 questions.append(_pipeline_question(theirs, fast, tokenizer, config))
     del theirs
-    if config.task_head != "none":
+    if config.task_head.type != "none":
         questions.append(_head_question(directory, batch, dtype))
     return questions
 

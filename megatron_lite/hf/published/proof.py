@@ -86,7 +86,7 @@ def ask(
 
 
 def _questions(theirs: Any, config: ModelConfig, start: int | None) -> list[Question]:
-    if config.task_head != "none":
+    if config.task_head.type != "none":
         return [_task_question(theirs, config, proof_batch(config))]
     questions = _logits_questions(theirs, config, proof_batch(config))
     if config.decoder_layers:
@@ -264,11 +264,11 @@ def _task_question(theirs: torch.nn.Module, config: ModelConfig, batch: np.ndarr
     if config.relative == "xlnet":
         batch = batch[:1]
     out, is_compared = their_output(theirs, config, batch), torch.from_numpy(batch[:, DOC] != PADDING_DOC)
-    if config.task_head in ("classes", "values"):
+    if config.task_head.type in ("classes", "values"):
         is_compared = torch.zeros_like(is_compared)
         is_compared[:, -1 if config.relative == "xlnet" else 0] = True
         expected = out["logits"]
-    elif config.task_head == "spans":
+    elif config.task_head.type == "spans":
         expected = torch.stack([out["start_logits"], out["end_logits"]], dim=-1)[is_compared]
     else:
         expected = out["logits"][is_compared]

@@ -75,7 +75,7 @@ from megatron_lite.hf.published.tokenizers import (
 )
 from megatron_lite.hf.published.usual import with_sizes
 from megatron_lite.hf.published.versions import oldest_version
-from megatron_lite.hf.published.write_config import NOT_IN_FILES, former_fields, hf_config
+from megatron_lite.hf.published.write_config import different_options, former_fields, hf_config
 from megatron_lite.inference.decoders import template_of
 from megatron_lite.inference.open_run import OpenRun
 from megatron_lite.inference.states import PromptTemplate
@@ -134,8 +134,8 @@ def build_import_config(
     require_rows(load_tokenizer(build(TokenizerConfig, tokenizer, "tokenizer.")), source)
     # Tables may be longer than the tokenizer (Qwen): the model's size counts.
     tokenizer = {"vocab_size": source.settings["vocab_size"], **tokenizer}
-    tree = {**tree, "model": {**source.settings, **overrides}, "tokenizer": tokenizer}
-    if head := source.settings.get("task_head"):
+    tree = {**tree, "model": merge(source.settings, overrides), "tokenizer": tokenizer}
+    if head := source.settings.get("task_head", {}).get("type"):
         tree["task"] = {
             **task_section(head, source.config_json),
             **_task_length(build(ModelConfig, source.settings, "model.")),
@@ -170,13 +170,10 @@ def _task_length(model: ModelConfig) -> dict[str, int]:
 def require_same_model(key: str, model: ModelConfig, source: PublishedSource) -> None:
     """Raise ConfigError unless a section computes what the imported weights do. Args: key: of the section."""
     imported = build(ModelConfig, source.settings, "model.")
-    for name in sorted(ModelConfig.__dataclass_fields__.keys() - NOT_IN_FILES):
-        ours, theirs = getattr(model, name), getattr(imported, name)
-        if ours != theirs:
-            raise ConfigError(
-                f"{key}.{name} is {shown(ours)}, but {source.path} has {shown(theirs)}; leave it out, or set it to "
-                "that."
-            )
+    for name, (ours, theirs) in sorted(different_options(model, imported).items()):
+        raise ConfigError(
+            f"{key}.{name} is {shown(ours)}, but {source.path} has {shown(theirs)}; leave it out, or set it to that."
+        )
 
 
 def require_rows(tokenizer: Tokenizer, source: PublishedSource) -> None:
@@ -375,7 +372,7 @@ def write_stack(directory: Path, stack: Stack, dtype: str, max_shard_bytes: int)
     layout = class_layout(stack, dtype)
     class_name, class_config = layout.class_name, layout.class_config
     system, mappings = layout.system, layout.mappings
-    has_head = config.task_head == "none" and not is_headless(config)
+    has_head = config.task_head.type == "none" and not is_headless(config)
     extra_prefixes = _NOT_IN_CLASSES if has_head else ("heads.", *_NOT_IN_CLASSES)
     mapped = {each.ours for each in mappings.values()}
     extra = {

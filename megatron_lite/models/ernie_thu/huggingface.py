@@ -121,7 +121,7 @@ class ErnieFormat(HuggingFaceFormat):
         model, section = config.model, section_of(config)
         activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
         for problem, is_there in (
-            (f"the head of a task ({model.task_head})", model.task_head != "none"),
+            (f"the head of a task ({model.task_head.type})", model.task_head.type != "none"),
             ("no label of two sentences", not section.next_sentence),
             (f"model.activation {model.activation}", model.activation not in activations),
             (f"model.layernorm_epsilon {model.layernorm_epsilon}", model.layernorm_epsilon != 1e-12),
