@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from data_utils.common.batch_fields import ORD, POSITION_IDS, TOKENS
-from data_utils.common.errors import DataError
 from data_utils.common.losses import CONTRASTIVE
 from data_utils.common.settings import check, checked, setting
 from data_utils.objectives.base import RowObjective, RowSizes
@@ -227,7 +226,8 @@ def _fill_rows(batch, chunks, tables, record):
             longest = settings.query_length if number == 0 else settings.document_length
             # Cut here, where the prompt is in place and the special tokens have theirs: never the beginning.
             length = min(chunk_lengths[chunk], longest - settings.overhead)
-            if length > 0:
+            # No more texts than a row holds, whatever a sample has: estimates fill rows with other text.
+            if length > 0 and number < settings.texts:
                 end = _write_text(row, offset, text, start, length, tables, settings)
                 mark_document(row, offset, end, number, settings.loss)
                 offset = end
@@ -244,18 +244,10 @@ class Contrastive(RowObjective):
     losses = (CONTRASTIVE,)
     entry = staticmethod(_fill_rows)
 
-    @classmethod
-    def text_format_for(cls, config: ContrastiveConfig) -> TextFormat:
-        return FORMS[config.form]
-
-    @property
-    def num_before(self) -> int:
-        """Special tokens before a text."""
-        return len(FORMS[self.config.form].before)
-
     def values(self) -> dict[str, Any]:
         text_format = FORMS[self.config.form]
         return super().values() | {
+            "texts": 2 + self.config.negatives_read,
             "num_before": len(text_format.before),
             "num_after": len(text_format.after),
             "is_causal": text_format.is_causal,
@@ -275,12 +267,5 @@ class Contrastive(RowObjective):
         sample_indices: np.ndarray,
     ) -> None:
         """See `Objective.fill`. The `doc` field numbers the texts of a record from 0: the query."""
-        most = 2 + self.config.negatives_read
-        if chunks_per_sample.max(initial=0) > most:
-            worst = int(np.argmax(chunks_per_sample))
-            raise DataError(
-                f"sample {sample_indices[worst]} has {chunks_per_sample[worst]} texts, more than the {most} that "
-                "contrastive reads; raise contrastive.negatives."
-            )
         text = tokens if tokens.ndim == 1 else tokens[0]
         self._fill(batch, text, chunk_lengths, chunks_per_sample, sample_indices, 0)
