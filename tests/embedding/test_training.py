@@ -12,11 +12,11 @@ from support.project import small_run
 from support.text_pairs import random_records, write_text_pairs
 from support.training import fit, make_trainer, records
 
-from data_utils.common.settings import merge
+from data_utils.common.settings import build, merge
+from data_utils.tokenizers.tokenizer_readers import TokenizerConfig
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import load_file
 from megatron_lite.hf.importing import import_directory
-from megatron_lite.parallel.context import ParallelContext
 
 SIZE, STEPS = 16, 20
 
@@ -84,31 +84,45 @@ def sentence_model(corpus, tmp_path_factory):
     return directory / "model"
 
 
+def fit_and_list(context, tree) -> np.ndarray:
+    """Train; the records of all samples of the run."""
+    trainer = make_trainer(context, tree)
+    trainer.fit()
+    return trainer.train_data._loader.mixture.locate(np.arange(STEPS * SIZE))[2]
+
+
 def test_steps_equal_sentence_transformers(corpus, pairs, sentence_model, tmp_path):
     """Twenty steps of AdamW from equal weights on equal batches: losses and weights."""
     import sentence_transformers
     from sentence_transformers.sentence_transformer import losses
 
-    of, prefixes = pairs
+    records_of_a = pairs[0]["a"]
     import_directory(sentence_model, tmp_path / "run", {})
-    changes = tree_of(corpus, {"a": prefixes["a"]}, tmp_path / "run")
+    imported = load_file(tmp_path / "run/config.yaml")
+    tokenizer = build(TokenizerConfig, imported["tokenizer"])
+    options = {"negatives": 2, "query_prompt": "word1 word2 "}
+    prefix = write_text_pairs(tmp_path / "a", tokenizer, records_of_a, **options)
+    changes = tree_of(corpus, {"a": prefix}, tmp_path / "run")
     for section in ("model", "tokenizer"):
         del changes[section]
     changes["data"] |= {"validation": [], "sequence_length": 16}
-    tree = merge(load_file(tmp_path / "run/config.yaml"), changes)
     tree = merge(
-        tree,
+        merge(imported, changes),
         {
             "objectives": {"masked_lm": 0.0},
             "training": {"steps": STEPS, "eval_interval": 0, "precision": "fp32"},
-            "optimizer": {"lr": 1e-3, "weight_decay": 0.0, "clip_grad_norm": 0.0, "beta2": 0.999, "epsilon": 1e-8},
-            "schedule": {"decay": "constant", "warmup_steps": 0},
+            "optimizer": {
+                "lr": 1e-3,
+                "weight_decay": 0.0,
+                "clip_grad_norm": 0.0,
+                "beta2": 0.999,
+                "eps": 1e-8,
+            },
+            "schedule": {"kind": "constant", "warmup_steps": 0},
             "contrastive": {"document_length": 16},
         },
     )
-    trainer = make_trainer(ParallelContext.alone(), tree)
-    mixture = trainer.train_data._loader.mixture
-    trainer.fit()
+    (chosen,) = run_ranks(fit_and_list, 1, tree)
     ours = [each["loss"] for each in records(tmp_path / "run").values()]
 
     model = sentence_transformers.SentenceTransformer(str(sentence_model), device="cpu")
@@ -116,13 +130,12 @@ def test_steps_equal_sentence_transformers(corpus, pairs, sentence_model, tmp_pa
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     model.train()
     theirs = []
-    for step in range(STEPS):
-        numbers = mixture.locate(np.arange(step * SIZE, (step + 1) * SIZE))[2]
-        chosen = [of["a"][number] for number in numbers]
+    for numbers in chosen.reshape(STEPS, SIZE):
+        batch = [records_of_a[number] for number in numbers]
         columns = [
-            [f"word1 word2 {each['query']}" for each in chosen],
-            [each["positive"] for each in chosen],
-            *([each["negatives"][i] for each in chosen] for i in range(2)),
+            [f"word1 word2 {each['query']}" for each in batch],
+            [each["positive"] for each in batch],
+            *([each["negatives"][i] for each in batch] for i in range(2)),
         ]
         loss = loss_of([model.preprocess(column) for column in columns], None)
         optimizer.zero_grad()
@@ -162,7 +175,7 @@ def test_pairs_and_masked_texts_in_one_run(corpus, pairs, tmp_path):
     tree["data"]["validation"].append({"prefix": str(corpus / "corpus_validation")})
     tree["training"] |= {"steps": 40, "eval_samples": 8 * SIZE, "eval_interval": 40}
     tree["schedule"]["warmup_steps"] = 1
-    fit(ParallelContext.alone(), tree)
+    run_ranks(fit, 1, tree)
     steps = list(records(tmp_path / "run").values())
     kinds = [tuple(sorted(key for key in each if key.startswith("loss/"))) for each in steps]
     assert set(kinds) == {("loss/contrastive",), ("loss/masked",)}  # each batch is of one corpus
