@@ -24,9 +24,9 @@ from megatron_lite.config.model import BLOCK_POSITIONS
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.engine.plain import make_engine
 from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.hf.files.config_json import by_transformers
-from megatron_lite.hf.files.weights import new_directory, open_directory
-from megatron_lite.hf.glm import proof
+from megatron_lite.hf.common.config_json import by_transformers
+from megatron_lite.hf.common.weights import new_directory, open_directory
+from megatron_lite.hf.glm import verify
 from megatron_lite.hf.glm.modeling_glm import GLMForBlankInfilling
 from megatron_lite.hf.glm.pipeline_glm import BlankInfillingPipeline
 from megatron_lite.hf.glm.tokenizer_files import exported_tokenizer
@@ -251,8 +251,8 @@ sys.path[:0] = [{root!r}, {tests!r}]
 from support.hf_runs import settings_of, tree, make_config
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory
-from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
-from megatron_lite.hf.files.weights import Weights
+from megatron_lite.hf.common.imported_run import write_training_checkpoint
+from megatron_lite.hf.common.weights import Weights
 from megatron_lite.transformer.flops import parameter_shapes
 
 def peak():

@@ -11,8 +11,8 @@ from data_utils.common.batch_fields import BLOCK_POSITION_IDS, DOC, GRP, ORD, PO
 from data_utils.common.errors import CheckpointError
 from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.config.model import BLOCK_POSITIONS
-from megatron_lite.hf.files import proof as comparison
-from megatron_lite.hf.glm import proof
+from megatron_lite.hf.common import verify as comparison
+from megatron_lite.hf.glm import verify
 from megatron_lite.hf.glm.export import generation_config, glm_config
 from megatron_lite.hf.glm.modeling_glm import (
     GLMForBlankInfilling,

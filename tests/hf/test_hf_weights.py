@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from data_utils.common.errors import CheckpointError
 from megatron_lite.checkpoint.tensor_files import write_tensors
-from megatron_lite.hf.files.weights import (
+from megatron_lite.hf.common.weights import (
     DTYPES,
     METADATA,
     Weights,

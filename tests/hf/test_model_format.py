@@ -11,9 +11,9 @@ from data_utils.common.errors import CheckpointError
 from data_utils.objectives.causal import CausalConfig
 from megatron_lite.checkpoint.resolve_path import PathType, path_type
 from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.hf.files.hub_files import wanted
+from megatron_lite.hf.common.hub_files import wanted
 from megatron_lite.hf.importing import import_directory
-from megatron_lite.hf.model_format import HuggingFaceFormat
+from megatron_lite.hf.common.model_format import HuggingFaceFormat
 from megatron_lite.transformer.build import ModelSpec
 
 

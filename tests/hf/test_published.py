@@ -23,8 +23,8 @@ from data_utils.common.batch_fields import (
 )
 from data_utils.common.settings import build
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.hf.files.weights import Weights
-from megatron_lite.hf.published.proof import our_output, proof_batch, scatter_targets, their_output
+from megatron_lite.hf.common.weights import Weights
+from megatron_lite.hf.published.verify import our_output, proof_batch, scatter_targets, their_output
 from megatron_lite.hf.published.read_config import field_of
 from megatron_lite.hf.published.segment_memory import read_segment
 from megatron_lite.hf.published.source import open_published

@@ -13,11 +13,11 @@ from data_utils.common.errors import CheckpointError, ConfigError
 from data_utils.common.settings import build, merge
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.hf.files import proof
-from megatron_lite.hf.files.weights import TRAINING_JSON
+from megatron_lite.hf.common import verify
+from megatron_lite.hf.common.weights import TRAINING_JSON
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published.heads import OTHER_HEADS, TASK_CLASSES
-from megatron_lite.hf.published.proof import ask
+from megatron_lite.hf.published.verify import ask
 from megatron_lite.hf.published.write_config import hf_config
 from megatron_lite.inference.open_run import load_run
 

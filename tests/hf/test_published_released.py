@@ -13,9 +13,9 @@ from support.selection import slow_but
 
 from data_utils.common.errors import CheckpointError, ConfigError
 from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.hf.files.proof import compare
+from megatron_lite.hf.common.verify import compare
 from megatron_lite.hf.importing import import_directory
-from megatron_lite.hf.published.proof import ask
+from megatron_lite.hf.published.verify import ask
 from megatron_lite.hf.published.source import open_published
 from megatron_lite.hf.published.systems import PUBLISHED
 from megatron_lite.inference.open_run import load_run, open_run

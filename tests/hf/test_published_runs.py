@@ -33,7 +33,7 @@ from megatron_lite.config.tree import Config
 from megatron_lite.engine.plain import make_engine
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory
-from megatron_lite.hf.published import proof as published_proof
+from megatron_lite.hf.published import verify as published_proof
 from megatron_lite.hf.published.segment_memory import read_segment
 from megatron_lite.inference.open_run import open_run
 

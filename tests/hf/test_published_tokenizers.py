@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from data_utils.common.errors import CheckpointError, ConfigError, DataError
 from data_utils.common.settings import build
 from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
-from megatron_lite.hf.files.tokenizer_proof import awkward_texts, load_theirs, prove_exported, tokenizer_proof
+from megatron_lite.hf.common.verify_tokenizer import awkward_texts, load_theirs, prove_exported, tokenizer_proof
 from megatron_lite.hf.published.tokenizers import (
     copy_tokenizer_files,
     import_tokenizer,

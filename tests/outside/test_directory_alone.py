@@ -15,9 +15,9 @@ from support.system_runs import CASES, TEXTS, Case, answers, logits_of_inputs, w
 
 from data_utils.common.errors import CheckpointError
 from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.hf.files.proof import prove
+from megatron_lite.hf.common.verify import prove
 from megatron_lite.hf.published.heads import transformers_class_name
-from megatron_lite.hf.published.proof import ask
+from megatron_lite.hf.published.verify import ask
 from megatron_lite.hf.published.runs import trained_template
 from megatron_lite.hf.published.systems import published_system
 from megatron_lite.inference.open_run import load_run

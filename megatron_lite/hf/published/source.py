@@ -22,7 +22,7 @@ from data_utils.common.errors import CheckpointError, ConfigError
 from data_utils.common.setting_files import shown
 from data_utils.common.settings import build
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.hf.files.config_json import (
+from megatron_lite.hf.common.config_json import (
     CONFIG_JSON,
     by_transformers,
     check_fields,
@@ -31,11 +31,10 @@ from megatron_lite.hf.files.config_json import (
     quiet,
     read_config_json,
 )
-from megatron_lite.hf.files.left_out import lines as left_out_lines
-from megatron_lite.hf.files.left_out import listed
-from megatron_lite.hf.files.system_table import PublishedSystem
-from megatron_lite.hf.files.tensor_sizes import KEY_WIDTH, QUERY_WIDTH, REMEDY, tensor_sizes, wrong_size
-from megatron_lite.hf.files.weights import Weights, open_directory, open_safetensors, shape_problems
+from megatron_lite.hf.common.ignored_tensors import ignored_lines, listed
+from megatron_lite.hf.common.system_table import PublishedSystem
+from megatron_lite.hf.common.tensor_sizes import KEY_WIDTH, QUERY_WIDTH, REMEDY, tensor_sizes, wrong_size
+from megatron_lite.hf.common.weights import Weights, open_directory, open_safetensors, shape_problems
 from megatron_lite.hf.published.heads import OTHER_HEADS, transformers_class_name
 from megatron_lite.hf.published.read_config import (
     option_from_shape,
@@ -291,7 +290,7 @@ def _warnings(source: PublishedSource, model: ModelConfig) -> Iterator[str]:
     """A line for each tensor and field that an import ignores."""
     system = source.system
     class_name = source.class_name or transformers_class_name(system, model)
-    yield from left_out_lines(source.ignored, f"the class {class_name}", source.theirs.doubles)
+    yield from ignored_lines(source.ignored, f"the class {class_name}", source.theirs.doubles)
     if (source.path / _SENTENCES).exists():
         yield (
             f"{_SENTENCES} is of sentence-transformers; the Transformer alone is imported, without pooling, "

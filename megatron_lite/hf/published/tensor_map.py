@@ -21,13 +21,14 @@ import torch
 
 from megatron_lite.config.lora import LORA, PARTS, WHOLE, class_layers
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.hf.files.left_out import reason
-from megatron_lite.hf.files.lora import ClassModule, Modules
-from megatron_lite.hf.files.system_table import SAME, TRANSPOSED, PublishedSystem, WeightTransform
-from megatron_lite.hf.files.weights import WORDS, Weights
+from megatron_lite.hf.common.ignored_tensors import reason
+from megatron_lite.hf.common.lora import ClassModule, Modules
+from megatron_lite.hf.common.system_table import SAME, TRANSPOSED, PublishedSystem, WeightTransform
+from megatron_lite.hf.common.weights import WORDS, Weights
 from megatron_lite.hf.published.heads import TASK_CLASSES, tensor_rules
 
 POSITIONS = ("embedding.position_embeddings.weight", "decoder_embedding.position_embeddings.weight")
+SKIPPED_ROWS = "rows.safetensors"  # file of an import's first rows, see `skipped_rows`
 
 _FORMER_SUFFIXES = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
 

@@ -25,7 +25,7 @@ from data_utils.objectives import OBJECTIVES
 from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig
 from megatron_lite.config.removed import without_removed
 from megatron_lite.config.tree import Config
-from megatron_lite.hf.files.weights import TRAINING_JSON, read_json
+from megatron_lite.hf.common.weights import TRAINING_JSON, read_json
 from megatron_lite.inference.open_run import OpenRun
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Proof of a published system's directory: our model and the class of transformers on the same inputs.
+"""Outputs of a class of transformers for the directory of a published system, to compare ours with.
 
     logits           with positions, segments and tasks handed over: every row of every table counts
     default inputs   with tokens and a mask alone, pad_texts on the side of the system: positions, segments, tasks and
@@ -9,8 +9,6 @@
     head             the head on CLS, or that of a task
     hidden states    the last layer's, of a base model, and of an ELECTRA discriminator without its generator
     memory           XLNet's: a text in two segments
-
-`ask` puts the questions to the class, and files/proof.py to our model, so that only one of them is in memory.
 
 Shapes: B sequences, S tokens of a sequence, D hidden size, V vocabulary.
 """
@@ -39,8 +37,8 @@ from data_utils.common.batch_fields import (
     WEIGHTS,
 )
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.hf.files.config_json import by_transformers, quiet
-from megatron_lite.hf.files.proof import Question
+from megatron_lite.hf.common.config_json import by_transformers, quiet
+from megatron_lite.hf.common.verify import Check
 from megatron_lite.hf.published.recognition import is_body
 from megatron_lite.hf.published.segment_memory import read_segment
 from megatron_lite.hf.published.source import PublishedSource, load_class
@@ -55,19 +53,20 @@ log = logging.getLogger(__name__)
 _XLNET_INPUTS = {"input_ids": TOKENS, "token_type_ids": SEGMENT_IDS}
 _SENTENCE_LOGITS = ("seq_relationship_logits", "sop_logits")
 _IGNORED = -100  # the label of what has no loss, in transformers
-_STEPS = 6  # tokens that `generate` writes in a proof
+_STEPS = 6  # tokens that `generate` writes
 _LONGEST_PROMPT = 24
 
 
 @torch.no_grad()
-def ask(
+def class_checks(
     directory: Path,
     class_name: str,
     config: ModelConfig,
+    dtype: torch.dtype,
+    *,
     start: int | None = None,
-    dtype: torch.dtype = torch.float32,
     source: PublishedSource | None = None,
-) -> list[Question]:
+) -> list[Check]:
     """Outputs of the class of transformers for a directory's model, computed in `dtype`.
 
     Raises: CheckpointError, also for what the class raises over untrusted files.
@@ -81,117 +80,109 @@ def ask(
     with by_transformers(directory):
         if is_body(class_name):
             # A body has no logits to compare.
-            return [_hidden_state_question(theirs, config, proof_batch(config))]
-        return _questions(theirs, config, start)
+            return [_hidden_state_check(theirs, config, text_batch(config))]
+        if config.task_head != "none":
+            # XLNet's class takes a sequence's last position, padding or not, so its sequence has no padding.
+            batch = text_batch(config)[: 1 if config.relative == "xlnet" else None]
+            return [task_check(their_output(theirs, config, batch), config, batch)]
+        return _language_checks(theirs, config, start)
 
 
-def _questions(theirs: Any, config: ModelConfig, start: int | None) -> list[Question]:
-    if config.task_head != "none":
-        return [_task_question(theirs, config, proof_batch(config))]
-    questions = _logits_questions(theirs, config, proof_batch(config))
+def _language_checks(theirs: Any, config: ModelConfig, start: int | None) -> list[Check]:
+    """Checks of a class that predicts tokens."""
+    checks = _all_input_checks(theirs, config, text_batch(config))
     if config.decoder_layers:
         start = getattr(theirs.config, "decoder_start_token_id", None) if start is None else start
         if start is None:
-            return questions  # the class of such a directory can neither take labels nor generate
-        questions += _decoder_questions(theirs, config, start)
+            return checks  # the class of such a directory can neither take labels nor generate
+        checks += _decoder_checks(theirs, config, start)
     else:
         # With the class's own defaults too: with our positions and segments, a RoBERTa whose positions are off by its
         # padding token would pass.
-        questions += _default_input_questions(theirs, config)
+        checks += _default_input_checks(theirs, config)
     if config.decoder_layers and theirs.config.num_hidden_layers < config.decoder_layers:
         log.warning(
             "the proof leaves out generation, which fails in %s where a decoder has more layers than its encoder",
             type(theirs).__name__,
         )  # its cache has one slot for each layer of the encoder
     elif config.decoder_layers or published_system(config).is_causal:
-        questions.append(_generation_question(theirs, config, start))
+        checks.append(_generation_check(theirs, config, start))
     if config.relative == "xlnet":
-        questions.append(_memory_question(theirs, proof_batch(config)[:1]))
-    return questions
+        checks.append(_memory_check(theirs, text_batch(config)[:1]))
+    return checks
 
 
-# The questions
+# The checks
 
 
-def _logits_question(
+def logits_check(
     name: str,
     expected: torch.Tensor,
     batch: np.ndarray,
     is_compared: torch.Tensor,
-    has_task_rows: bool = False,
-) -> Question:
-    """The logits of some positions. Args: is_compared: which, bool [B, S]. has_task_rows: as for `our_output`."""
-    return Question(name, expected, lambda model: our_output(model, batch, has_task_rows)[1][is_compared])
+) -> Check:
+    """The logits of some positions. Args: is_compared: which, bool [B, S]."""
+    return Check(name, expected, lambda model: our_output(model, batch, has_task_rows=True)[1][is_compared])
 
 
-def _loss_question(
+def _loss_check(
     expected: torch.Tensor, batch: np.ndarray, is_compared: torch.Tensor, targets: torch.Tensor
-) -> Question:
+) -> Check:
     """The mean loss of some positions. Args: is_compared: which, bool [B, S]."""
 
     def compute(model: Transformer) -> torch.Tensor:
-        return F.cross_entropy(our_output(model, batch)[1][is_compared], targets).view(1, 1)
+        return F.cross_entropy(our_output(model, batch, has_task_rows=True)[1][is_compared], targets).view(
+            1, 1
+        )
 
-    return Question("labels", expected.view(1, 1), compute)
+    return Check("labels", expected.view(1, 1), compute)
 
 
-def _cls_question(
-    name: str, expected: torch.Tensor, batch: np.ndarray, has_task_rows: bool = False
-) -> Question:
-    """The head on CLS. Args: as for `_logits_question`."""
+def _cls_checks(name: str, out: Mapping[str, torch.Tensor], batch: np.ndarray) -> list[Check]:
+    """The head on CLS, if the class has one. Args: out: of the class."""
 
     def compute(model: Transformer) -> torch.Tensor:
         assert model.heads.sentence is not None
-        return model.heads.sentence(model.final_layernorm(our_output(model, batch, has_task_rows)[0][:, 0]))
+        hidden = our_output(model, batch, has_task_rows=True)[0][:, 0]
+        return model.heads.sentence(model.final_layernorm(hidden))
 
-    return Question(name, expected, compute)
+    return [Check(name, out[each], compute) for each in _SENTENCE_LOGITS if each in out]
 
 
-def _logits_questions(theirs: torch.nn.Module, config: ModelConfig, batch: np.ndarray) -> list[Question]:
-    is_compared = torch.from_numpy(batch[:, DOC] != PADDING_DOC)
-    if config.decoder_layers:
-        is_compared &= torch.from_numpy(batch[:, ORD] > 0)
+def _all_input_checks(theirs: torch.nn.Module, config: ModelConfig, batch: np.ndarray) -> list[Check]:
     out = their_output(theirs, config, batch)
-    expected = _token_logits(out)
-    if config.decoder_layers:
-        expected = scatter_targets(expected, batch)
-    questions = [_logits_question("logits", expected[is_compared], batch, is_compared, has_task_rows=True)]
-    return questions + [
-        _cls_question("head", out[name], batch, True) for name in _SENTENCE_LOGITS if name in out
-    ]
+    expected, is_compared = _in_batch(_token_logits(out), config, batch)
+    return [logits_check("logits", expected, batch, is_compared), *_cls_checks("head", out, batch)]
 
 
 def _token_logits(out: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return out["logits"] if "logits" in out else out["prediction_logits"]
 
 
-def _default_input_questions(theirs: Any, config: ModelConfig) -> list[Question]:
+def _default_input_checks(theirs: Any, config: ModelConfig) -> list[Check]:
     """Tokens and a mask, as a tokenizer gives them."""
-    batch = _without_segments_and_tasks(proof_batch(config, seed=1), theirs)
-    if config.task_rows:
-        batch[:, OBJECTIVE] = config.task_rows.index(0)  # a loss of the first objective
-    is_token, system = torch.from_numpy(batch[:, DOC] != PADDING_DOC), published_system(config)
-    texts = [sequence[TOKENS, : (sequence[DOC] >= 0).sum()] for sequence in batch]
-    ids, mask = pad_texts(texts, _padding_id(theirs), system.padding_side)
+    batch = _without_segments_and_tasks(text_batch(config, seed=1), theirs)
+    is_compared, system = is_token(batch), published_system(config)
+    ids, mask = default_inputs(theirs, batch, system.padding_side)
     labels = {"labels": ids.masked_fill(mask == 0, _IGNORED)} if system.is_causal else {}
     out = theirs(input_ids=ids, attention_mask=mask, **labels)
-    questions = [_logits_question("default inputs", _token_logits(out)[mask.bool()], batch, is_token)]
-    questions += [
-        _cls_question("default inputs", out[name], batch) for name in _SENTENCE_LOGITS if name in out
+    checks = [
+        logits_check("default inputs", _token_logits(out)[mask.bool()], batch, is_compared),
+        *_cls_checks("default inputs", out, batch),
     ]
     if system.is_causal:
-        predicts = is_token.clone()
+        predicts = is_compared.clone()
         # The last token of a text predicts nothing.
-        predicts[range(len(is_token)), is_token.sum(1) - 1] = False
+        predicts[range(len(predicts)), predicts.sum(1) - 1] = False
         tokens = torch.from_numpy(batch[:, TOKENS].astype(np.int64))
         targets = tokens.roll(-1, dims=1)[predicts]
-        questions.append(_loss_question(out.loss, batch, predicts, targets))
-    return questions
+        checks.append(_loss_check(out.loss, batch, predicts, targets))
+    return checks
 
 
-def _decoder_questions(theirs: Any, config: ModelConfig, start: int) -> list[Question]:
+def _decoder_checks(theirs: Any, config: ModelConfig, start: int) -> list[Check]:
     """The default input of a decoder is its labels, shifted to the right behind its first token."""
-    batch = _without_segments_and_tasks(proof_batch(config, seed=1), theirs)
+    batch = _without_segments_and_tasks(text_batch(config, seed=1), theirs)
     inputs = encoder_decoder_inputs(batch, _padding_id(theirs))
     tokens, is_label = inputs.pop("decoder_input_ids"), in_target(batch)
     targets = tokens[is_label]
@@ -203,19 +194,19 @@ def _decoder_questions(theirs: Any, config: ModelConfig, start: int) -> list[Que
         sequence[TOKENS, positions[:1]] = start
     is_target = torch.from_numpy(batch[:, ORD] > 0)
     return [
-        _logits_question("default inputs", out.logits[is_label], batch, is_target),
-        _loss_question(out.loss, batch, is_target, targets),
+        logits_check("default inputs", out.logits[is_label], batch, is_target),
+        _loss_check(out.loss, batch, is_target, targets),
     ]
 
 
-def _generation_question(theirs: Any, config: ModelConfig, start: int | None) -> Question:
+def _generation_check(theirs: Any, config: ModelConfig, start: int | None) -> Check:
     """Greedy, on prompts of several lengths. Our model then reads the prompts with their completions."""
     longest = min(_LONGEST_PROMPT, config.max_position + 1)
     steps = min(_STEPS, longest // 2)
     lengths = [longest - steps, max(1, (longest - steps) // 2)]
     if not published_system(config).counts_real_tokens and not config.decoder_layers:
         lengths = lengths[:1]  # the class counts padding before a prompt as positions
-    random_tokens = _without_segments_and_tasks(proof_batch(config, seed=2), theirs)[: len(lengths), TOKENS]
+    random_tokens = _without_segments_and_tasks(text_batch(config, seed=2), theirs)[: len(lengths), TOKENS]
     prompts = [tokens[:length] for tokens, length in zip(random_tokens, lengths, strict=True)]
     ids, mask = pad_texts(prompts, _padding_id(theirs), "right" if config.decoder_layers else "left")
     with quiet():
@@ -232,7 +223,7 @@ def _generation_question(theirs: Any, config: ModelConfig, start: int | None) ->
         )
         first = torch.tensor([[len(prompt) - 1] for prompt in prompts])
         is_compared = torch.from_numpy(batch[:, DOC] >= 0) & (torch.arange(batch.shape[2])[None] >= first)
-    return _logits_question("generation", expected, batch, is_compared)
+    return logits_check("generation", expected, batch, is_compared)
 
 
 def generated(
@@ -256,14 +247,9 @@ def generated(
     return spans, torch.cat([each[: len(span)] for each, span in zip(logits, spans, strict=True)]).float()
 
 
-def _task_question(theirs: torch.nn.Module, config: ModelConfig, batch: np.ndarray) -> Question:
-    """The head of a task, on all tokens or on one token of each text.
-
-    XLNet's class takes a sequence's last position, padding or not, so its sequence has no padding.
-    """
-    if config.relative == "xlnet":
-        batch = batch[:1]
-    out, is_compared = their_output(theirs, config, batch), torch.from_numpy(batch[:, DOC] != PADDING_DOC)
+def task_check(out: Any, config: ModelConfig, batch: np.ndarray) -> Check:
+    """The head of a task, on all tokens or on one token of each text. Args: out: of a class for the batch."""
+    is_compared = is_token(batch)
     if config.task_head in ("classes", "values"):
         is_compared = torch.zeros_like(is_compared)
         is_compared[:, -1 if config.relative == "xlnet" else 0] = True
@@ -280,24 +266,21 @@ def _task_question(theirs: torch.nn.Module, config: ModelConfig, batch: np.ndarr
             model.heads, [hidden.flatten(0, 1)], positions, model.final_layernorm, None
         ).float()
 
-    return Question("head", expected, compute)
+    return Check("head", expected, compute)
 
 
-def _hidden_state_question(theirs: Any, config: ModelConfig, batch: np.ndarray) -> Question:
+def _hidden_state_check(theirs: Any, config: ModelConfig, batch: np.ndarray) -> Check:
     """The last hidden states of a class without a head, after its last norm; of a decoder where there is one."""
-    is_compared = torch.from_numpy(batch[:, DOC] != PADDING_DOC)
-    expected = their_output(theirs, config, batch)["last_hidden_state"]
-    if config.decoder_layers:
-        is_compared &= torch.from_numpy(batch[:, ORD] > 0)
-        expected = scatter_targets(expected, batch)
+    out = their_output(theirs, config, batch)["last_hidden_state"]
+    expected, is_compared = _in_batch(out, config, batch)
 
     def compute(model: Transformer) -> torch.Tensor:
         return model.final_layernorm(our_output(model, batch, has_task_rows=True)[0][is_compared])
 
-    return Question("hidden states", expected[is_compared], compute)
+    return Check("hidden states", expected, compute)
 
 
-def _memory_question(theirs: Any, fields: np.ndarray) -> Question:
+def _memory_check(theirs: Any, fields: np.ndarray) -> Check:
     """A text in two segments, the second with the memory of the first. Args: fields: int32 [1, fields, S]."""
     longest, reused = theirs.config.mem_len or None, theirs.config.reuse_len or None
     first, second = (segment.copy() for segment in np.array_split(fields, 2, axis=2))
@@ -316,7 +299,7 @@ def _memory_question(theirs: Any, fields: np.ndarray) -> Question:
         hidden, _ = read_segment(model, second, memory)
         return model.logits(hidden.flatten(0, -2))
 
-    return Question("memory", out.logits.flatten(0, 1), compute)
+    return Check("memory", out.logits.flatten(0, 1), compute)
 
 
 # Inputs of both models
@@ -342,6 +325,30 @@ def _padding_id(theirs: Any) -> int:
     return 0 if padding_id is None else padding_id
 
 
+def is_token(batch: np.ndarray) -> torch.Tensor:
+    """Where a batch has no padding: bool [B, S]."""
+    return torch.from_numpy(batch[:, DOC] != PADDING_DOC)
+
+
+def _in_batch(
+    output: torch.Tensor, config: ModelConfig, batch: np.ndarray
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a class computes of the tokens that it predicts, [tokens, ...], and which they are: bool [B, S]."""
+    is_compared = is_token(batch)
+    if config.decoder_layers:
+        is_compared &= torch.from_numpy(batch[:, ORD] > 0)
+        output = scatter_targets(output, batch)
+    return output[is_compared], is_compared
+
+
+def default_inputs(theirs: Any, batch: np.ndarray, side: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and mask of a batch's texts, as `pad_texts`."""
+    texts = [
+        tokens[is_text] for tokens, is_text in zip(batch[:, TOKENS], is_token(batch).numpy(), strict=True)
+    ]
+    return pad_texts(texts, _padding_id(theirs), side)
+
+
 def pad_texts(texts: Sequence[np.ndarray], padding_id: int, side: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and mask, int64 [B, S] each."""
     longest = max(map(len, texts))
@@ -363,19 +370,24 @@ def our_output(
     Args: has_task_rows: whether the field OBJECTIVE holds rows of the task embedding, not numbers of losses.
     """
     config = replace(model.config, task_rows=()) if has_task_rows else model.config
-    # The dense plan applies the attention rule as one mask: the proof does not depend on our faster plans.
+    # The dense plan applies the attention rule as one mask: the comparison does not depend on our faster plans.
     kernel = "auto" if config.decoder_layers else "dense"
     prepared = prepare(Batch(batch), torch.device("cpu"), config, kernel=kernel)
     inputs = prepared.to(torch.device("cpu"))
     hidden = model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)
-    order = torch.from_numpy(prepared.plan.order)[-len(hidden) :]
-    outputs = []
-    # The plan has its own order of the tokens, in which -1 is padding; outputs go back to the batch's order.
-    for values in (hidden, model.logits(hidden).float()):
-        in_batch = values.new_zeros(batch.shape[0] * batch.shape[2], values.shape[1])
-        in_batch[order[order >= 0]] = values[order >= 0]
-        outputs.append(in_batch.view(len(batch), batch.shape[2], -1))
-    return outputs[0], outputs[1]
+    order = prepared.plan.order
+    return in_batch_order(hidden, order, batch), in_batch_order(model.logits(hidden).float(), order, batch)
+
+
+def in_batch_order(values: torch.Tensor, plan_order: np.ndarray, batch: np.ndarray) -> torch.Tensor:
+    """What a model computes in the order of its plan, [tokens, n], in that of the batch: [B, S, n], else zeros.
+
+    Args: values: of the plan's last tokens, which are the decoder's if there is one.
+    """
+    order = torch.from_numpy(plan_order)[-len(values) :]  # -1 is padding
+    flat = values.new_zeros(batch.shape[0] * batch.shape[2], values.shape[1])
+    flat[order[order >= 0]] = values[order >= 0]
+    return flat.view(len(batch), batch.shape[2], -1)
 
 
 def _num_segments(config: ModelConfig) -> int:
@@ -425,9 +437,9 @@ def encoder_decoder_inputs(batch: np.ndarray, padding_id: int = 1) -> dict[str, 
         texts = [sequence[TOKENS][chosen] for sequence, chosen in zip(batch, is_chosen, strict=True)]
         return pad_texts(texts, padding_id, "right")
 
-    is_token = batch[:, DOC] != PADDING_DOC
-    context, mask = padded_tokens(is_token & (batch[:, ORD] == 0))
-    target, _ = padded_tokens(is_token & (batch[:, ORD] > 0))
+    is_real = batch[:, DOC] != PADDING_DOC
+    context, mask = padded_tokens(is_real & (batch[:, ORD] == 0))
+    target, _ = padded_tokens(is_real & (batch[:, ORD] > 0))
     return {"input_ids": context, "attention_mask": mask, "decoder_input_ids": target}
 
 
@@ -461,7 +473,7 @@ def texts_to_batch(
     return batch
 
 
-def proof_batch(config: ModelConfig, seed: int = 0) -> np.ndarray:
+def text_batch(config: ModelConfig, seed: int = 0) -> np.ndarray:
     """int32 [3, fields, S], as Batch: random tokens, a sequence without padding and two with padding on the right.
 
     With a decoder the last third of a sequence is its target. Sequences are longer than the distances that buckets of

@@ -13,11 +13,11 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from data_utils.common.errors import CheckpointError
 from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.hf.files import proof
+from megatron_lite.hf.common import verify
 from megatron_lite.hf.glm import export as glm_export
 from megatron_lite.hf.glm.modeling_glm import GLMModel
 from megatron_lite.hf.importing import import_directory
-from megatron_lite.hf.published.proof import ask
+from megatron_lite.hf.published.verify import ask
 from megatron_lite.inference.open_run import load_model, open_run
 from megatron_lite.models.optimus import huggingface as optimus
 

@@ -14,7 +14,7 @@ from data_utils.tasks.readers.by_name import task_labels
 from megatron_lite.checkpoint.manifest import Checkpoint
 from megatron_lite.checkpoint.verify import find_manifest
 from megatron_lite.config.lora import LORA
-from megatron_lite.hf.files.weights import ADAPTER_SOURCE, IMPORTED_FILES, PADDING_ROWS, SOURCE, read_json
+from megatron_lite.hf.common.weights import ADAPTER_SOURCE, IMPORTED_FILES, PADDING_ROWS, SOURCE, read_json
 from megatron_lite.inference.open_run import OpenRun, objective_names
 
 _MOST_RUNS = 100  # in a chain; one whose files were edited may have no end
