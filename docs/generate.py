@@ -107,7 +107,7 @@ API: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
         {
             "megatron_lite.hf.export": ("export_run", "ExportOptions"),
             "megatron_lite.hf.importing": ("import_directory", "import_megatron"),
-            "megatron_lite.hf.common.verify": ("Proof",),
+            "megatron_lite.hf.common.verify": ("Comparison",),
         },
     ),
     "Errors": (

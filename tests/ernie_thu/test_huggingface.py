@@ -19,8 +19,8 @@ from data_utils.common.losses import ENTITIES
 from data_utils.common.settings import build, merge, to_tree
 from data_utils.objectives import LOSSES
 from megatron_lite.config.tree import Config
-from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.common.weights import Weights
+from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published.tensor_map import tensor_mappings, to_ours
 from megatron_lite.inference.open_run import open_run

@@ -12,8 +12,6 @@ from data_utils.common.errors import CheckpointError
 from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.config.model import BLOCK_POSITIONS
 from megatron_lite.hf.common import verify as comparison
-from megatron_lite.hf.glm import verify
-from megatron_lite.hf.glm.export import generation_config, glm_config
 from megatron_lite.hf.glm.modeling_glm import (
     GLMForBlankInfilling,
     GLMForMultipleChoice,
@@ -21,9 +19,12 @@ from megatron_lite.hf.glm.modeling_glm import (
     GLMModel,
     visible_keys,
 )
+from megatron_lite.hf.glm.own_format import generation_config, glm_config
 from megatron_lite.hf.glm.pipeline_glm import BlankInfillingPipeline
 from megatron_lite.hf.glm.tokenization_glm import GLMTokenizerFast
 from megatron_lite.hf.glm.tokenizer_files import write_tokenizer
+from megatron_lite.hf.glm.verify import span_batch
+from megatron_lite.hf.published.verify import our_output
 from megatron_lite.inference.filling import BlankFiller, blank_context
 from megatron_lite.inference.filling import GenerationConfig as TrainingGeneration
 from megatron_lite.transformer.attention_backends.layout import allowed
@@ -102,7 +103,7 @@ def test_logits_agree_on_padding_too(made_with, seed):
     ours, theirs, *_ = made_with
     batch = prefix_batch(seed, rows=4, length=48, vocab=60, documents=1)
     assert (batch[:, DOC] < 0).any()
-    torch.testing.assert_close(run(theirs, batch), proof.training_logits(ours, batch), **TOLERANCE)
+    torch.testing.assert_close(run(theirs, batch), our_output(ours, batch)[1], **TOLERANCE)
 
 
 @torch.no_grad()
@@ -111,7 +112,7 @@ def test_packed_documents_go_through_a_mask_of_pairs(made):
     batch = prefix_batch(5, rows=2, length=48, vocab=60, documents=3)
     mask = allowed(batch[:, DOC], batch[:, ORD], batch[:, GRP])
     logits = run(theirs, batch, torch.from_numpy(mask)[:, None])
-    torch.testing.assert_close(logits, proof.training_logits(ours, batch), **TOLERANCE)
+    torch.testing.assert_close(logits, our_output(ours, batch)[1], **TOLERANCE)
 
 
 @torch.no_grad()
@@ -127,7 +128,7 @@ def test_dropout_is_applied_at_the_same_positions(made, monkeypatch):
     def scaled(x, p=0.5, training=True, inplace=False):
         return x / (1 - p) if training else x
 
-    without = proof.training_logits(ours, batch)
+    without = our_output(ours, batch)[1]
     monkeypatch.setattr(F, "scaled_dot_product_attention", scaled_attention)
     monkeypatch.setattr(F, "dropout", scaled)
     inputs = MicroBatch.from_batch(
@@ -457,9 +458,9 @@ def test_initial_weights_follow_the_training_scheme(made):
 @pytest.mark.parametrize("module", ["modeling", "training"])
 def test_a_wrong_weight_fails_the_proof(made, module):
     ours = made[0]
-    batch = proof.proof_batch(ours.config)
+    batch = span_batch(ours.config)
     with torch.no_grad():
-        expected = proof.training_logits(ours, batch)
+        expected = our_output(ours, batch)[1]
         actual = expected.clone()
         actual[0, 0, 0] += 1e-3 if module == "modeling" else float("nan")
     with pytest.raises(CheckpointError, match="does not compute what its source computes"):

@@ -14,8 +14,8 @@ from data_utils.common.settings import build, keys_of, section_in, setting_names
 from data_utils.objectives.ul2 import DenoiserConfig
 from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
 from megatron_lite.config.tree import Config
-from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.common.recipe import portable_recipe, read_recipe, tokenizer_options
+from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory
 
 CANARY = "/a/path/of/a/stranger"

@@ -24,11 +24,11 @@ from data_utils.common.batch_fields import (
 from data_utils.common.settings import build
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.common.weights import Weights
-from megatron_lite.hf.published.verify import our_output, proof_batch, scatter_targets, their_output
 from megatron_lite.hf.published.read_config import field_of
 from megatron_lite.hf.published.segment_memory import read_segment
 from megatron_lite.hf.published.source import open_published
 from megatron_lite.hf.published.tensor_map import skipped_rows, to_ours, to_theirs
+from megatron_lite.hf.published.verify import our_output, scatter_targets, text_batch, their_output
 from megatron_lite.hf.published.write_config import hf_config
 from megatron_lite.transformer.attention_backends.layout import allowed
 from megatron_lite.transformer.batch import Batch
@@ -91,7 +91,7 @@ def gradients(module):
 def test_logits_and_gradients_match_the_class(both):
     theirs, source, model = both
     config = model.config
-    batch = proof_batch(config)
+    batch = text_batch(config)
     batch[:, TOKENS] += 4 * (batch[:, TOKENS] < 4)  # their padding row has no gradient from the input side
     real = torch.from_numpy(batch[:, DOC] != PADDING_DOC)
     if config.decoder_layers:

@@ -28,7 +28,7 @@ from data_utils.common.setting_files import one_line
 from data_utils.common.untrusted import conform, open_regular, parse_json, read_bounded
 from megatron_lite.checkpoint.tensor_files import write_tensors
 from megatron_lite.hf.common.ignored_tensors import is_buffer, listed
-from megatron_lite.hf.common.tokenizer_sizes import check_tokenizer_sizes
+from megatron_lite.hf.common.untrusted_tokenizer import check_tokenizer_files
 
 WORDS = "embedding.word_embeddings.weight"  # our only parameter with padding rows
 TASK_CLASSIFIER, SCORE = "heads.task.classifier.", "score."  # a task's head, here and in transformers
@@ -122,7 +122,7 @@ def open_directory(directory: Path) -> Weights:
             weights = _open_shards(index, open_file) if index.exists() else open_file(file)
             rows = max((size for shape in weights.shapes.values() for size in shape), default=0)
             for place in (directory, directory / TRAINING_TOKENIZER):
-                check_tokenizer_sizes(place, rows)
+                check_tokenizer_files(place, rows)
             return _require_unwrapped(weights, index if index.exists() else file)
     raise CheckpointError(
         f"{directory} has neither model.safetensors nor pytorch_model.bin, whole or sharded; "

@@ -102,7 +102,7 @@ def _language_checks(theirs: Any, config: ModelConfig, start: int | None) -> lis
         checks += _default_input_checks(theirs, config)
     if config.decoder_layers and theirs.config.num_hidden_layers < config.decoder_layers:
         log.warning(
-            "the proof leaves out generation, which fails in %s where a decoder has more layers than its encoder",
+            "generation is not compared: it fails in %s where a decoder has more layers than its encoder",
             type(theirs).__name__,
         )  # its cache has one slot for each layer of the encoder
     elif config.decoder_layers or published_system(config).is_causal:

@@ -90,7 +90,7 @@ class ElectraFormat(HuggingFaceFormat):
             (directory / name).mkdir()
             write_stack(directory / name, stack, dtype, max_shard_bytes)
         (directory / "README.md").write_text(_card(run), encoding="utf-8")
-        return partial(_checks, directory, config)
+        return partial(pair_checks, directory, config)
 
     def read(self, source: Path, directory: Path, tree: Mapping[str, Any], *, verify: bool) -> Imported:
         discriminator = open_published(source / DISCRIMINATOR_DIRECTORY, discriminator_shapes)
@@ -113,7 +113,7 @@ class ElectraFormat(HuggingFaceFormat):
         require_same_model("the generator", generator_of(config), generator)
         weights = _join_stacks(generator, discriminator, source, config)
         check_shapes(weights, model_spec(config).shapes(config), source)
-        return Imported(config, weights, partial(_checks, source, config))
+        return Imported(config, weights, partial(pair_checks, source, config))
 
     @torch.no_grad()
     def load(self, run: OpenRun, dtype: torch.dtype) -> Electra:
@@ -209,7 +209,7 @@ def _join_stacks(
 
 
 @torch.no_grad()
-def _checks(directory: Path, config: Config, dtype: torch.dtype) -> list[Check]:
+def pair_checks(directory: Path, config: Config, dtype: torch.dtype) -> list[Check]:
     """What the classes of both directories compute, in `dtype`."""
 
     def of_stack(name: str, stack: ModelConfig, attribute: str) -> list[Check]:
