@@ -31,7 +31,7 @@ from megatron_lite.hf.glm.pipeline_glm import BlankInfillingPipeline
 from megatron_lite.hf.glm.tokenizer_files import exported_tokenizer
 from megatron_lite.hf.glm.verify import class_inputs, span_batch
 from megatron_lite.hf.importing import import_directory
-from megatron_lite.hf.published.verify import our_output
+from megatron_lite.hf.published.verify_inputs import our_output
 from megatron_lite.inference.filling import BlankFiller
 from megatron_lite.inference.open_run import load_run
 

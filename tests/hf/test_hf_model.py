@@ -24,7 +24,7 @@ from megatron_lite.hf.glm.pipeline_glm import BlankInfillingPipeline
 from megatron_lite.hf.glm.tokenization_glm import GLMTokenizerFast
 from megatron_lite.hf.glm.tokenizer_files import write_tokenizer
 from megatron_lite.hf.glm.verify import span_batch
-from megatron_lite.hf.published.verify import our_output
+from megatron_lite.hf.published.verify_inputs import our_output
 from megatron_lite.inference.filling import BlankFiller, blank_context
 from megatron_lite.inference.filling import GenerationConfig as TrainingGeneration
 from megatron_lite.transformer.attention_backends.layout import allowed

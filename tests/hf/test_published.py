@@ -28,7 +28,7 @@ from megatron_lite.hf.published.read_config import field_of
 from megatron_lite.hf.published.segment_memory import read_segment
 from megatron_lite.hf.published.source import open_published
 from megatron_lite.hf.published.tensor_map import skipped_rows, to_ours, to_theirs
-from megatron_lite.hf.published.verify import our_output, scatter_targets, text_batch, their_output
+from megatron_lite.hf.published.verify_inputs import our_output, scatter_targets, text_batch, their_output
 from megatron_lite.hf.published.write_config import hf_config
 from megatron_lite.transformer.attention_backends.layout import allowed
 from megatron_lite.transformer.batch import Batch

@@ -17,7 +17,7 @@ from megatron_lite.hf.common.system_table import ROTATE_HALF, SAME
 from megatron_lite.hf.published.source import open_published
 from megatron_lite.hf.published.systems import published_system
 from megatron_lite.hf.published.tensor_map import tensor_mappings, to_ours
-from megatron_lite.hf.published.verify import our_output, texts_to_batch
+from megatron_lite.hf.published.verify_inputs import our_output, texts_to_batch
 from megatron_lite.hf.published.write_config import former_fields, hf_config
 from megatron_lite.inference.cache import CachedPlan, id_fields, run_cached_stack
 from megatron_lite.transformer.flops import parameter_shapes

@@ -7,7 +7,7 @@
     head             the head of a task
 
 For models that fill blanks, generation is compared with `BlankFiller`. The pipeline obeys generation_config.json, which
-is ours in an export only. published/verify.py has what classes of other systems share with this.
+is ours in an export only. Inputs and checks that classes of other systems have too are in published/verify.py.
 """
 
 from __future__ import annotations
@@ -41,14 +41,8 @@ from megatron_lite.hf.glm.modeling_glm import GLMForBlankInfilling, GLMForSequen
 from megatron_lite.hf.glm.pipeline_glm import BlankInfillingPipeline
 from megatron_lite.hf.glm.released import reference_logits
 from megatron_lite.hf.glm.tokenizer_files import exported_tokenizer
-from megatron_lite.hf.published.verify import (
-    default_inputs,
-    generated,
-    is_token,
-    logits_check,
-    task_check,
-    text_batch,
-)
+from megatron_lite.hf.published.verify import generated, logits_check, task_check
+from megatron_lite.hf.published.verify_inputs import default_inputs, is_token, text_batch
 from megatron_lite.inference.filling import BlankFiller, blank_context
 from megatron_lite.transformer.attention_backends.layout import allowed
 from megatron_lite.transformer.transformer import Transformer

@@ -42,13 +42,8 @@ from megatron_lite.hf.published.source import PublishedSource, load_class, open_
 from megatron_lite.hf.published.stack import Stack, write_stack
 from megatron_lite.hf.published.systems import published_system
 from megatron_lite.hf.published.tensor_map import to_ours
-from megatron_lite.hf.published.verify import (
-    class_checks,
-    in_batch_order,
-    is_token,
-    text_batch,
-    their_output,
-)
+from megatron_lite.hf.published.verify import class_checks
+from megatron_lite.hf.published.verify_inputs import in_batch_order, is_token, text_batch, their_output
 from megatron_lite.inference.open_run import OpenRun
 from megatron_lite.models.electra.config import generator_of, is_detached
 from megatron_lite.models.electra.model import Electra
