@@ -10,7 +10,7 @@ published systems          published/format.py, for the tables that published/sy
                            tensor_map.py applies the rules to tensors, read_config.py and write_config.py to
                            config.json; source.py checks a directory, stack.py writes one.
 GLM's own class            glm/own_format.py. modeling_glm.py holds the class. Tensors keep our names after `glm.`.
-released GLM checkpoints   glm/released_format.py, and the reference's model-parallel shards; released.py renames tensors.
+released GLM checkpoints   glm/released_format.py, and the reference's model-parallel shards; released.py has the names.
 models with a spec         OPTIMUS, ELECTRA and ERNIE (Tsinghua): megatron_lite/models/<model>/huggingface.py, found
                            through the model's ModelSpec.
 

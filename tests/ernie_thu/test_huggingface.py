@@ -271,11 +271,4 @@ def test_a_model_that_the_layout_cannot_say_is_not_exported(tmp_path, changes, m
     run = open_run(tmp_path / "run")
     run = replace(run, config=build(Config, merge(to_tree(run.config), changes)))
     with pytest.raises(CheckpointError, match=message):
-        HUGGINGFACE_FORMAT.write(tmp_path, run, "fp32", 10**9)
-
-
-def test_the_released_layout_is_that_of_other_models(imported, tmp_path):
-    _, _, run = imported
-    with pytest.raises(CheckpointError, match="released layout"):
-        export_run(run, tmp_path / "export", ExportOptions(layout="released", verify=False))
-    assert not (tmp_path / "export").exists()
+        HUGGINGFACE_FORMAT.require_model(run)

@@ -215,14 +215,6 @@ def test_a_stack_without_a_class_is_refused_by_name(tmp_path, changes, message):
     assert not (tmp_path / "export").exists()
 
 
-def test_the_released_layout_is_refused(exported, tmp_path):
-    with pytest.raises(
-        CheckpointError, match="has the model of optimus, which the released layout does not have"
-    ):
-        export_run(exported[0], tmp_path / "export", ExportOptions(layout="released"))
-    assert not (tmp_path / "export").exists()
-
-
 def edit(name, **changes):
     def damage(directory):
         path = directory / name

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from support.tokenizer_files import KIND_OF
 from transformers import AutoTokenizer, tokenization_utils_base
 
-from data_utils.common.errors import CheckpointError
 from data_utils.tasks.base import TaskRecord
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.templates.input_formats import InputFormat
@@ -91,11 +90,6 @@ def test_the_proof_of_a_model_with_few_positions_warns_of_nothing(exported, tmp_
     assert len(said) == 1 and "longer than the specified maximum" in said[0]  # so transformers would warn
     compare_glm_tokenizer(tokenizer, tmp_path)
     assert len(said) == 1
-
-
-def test_a_wrong_tokenizer_fails_the_proof(exported):
-    with pytest.raises(CheckpointError, match="the exported tokenizer"):
-        compare_glm_tokenizer(exported["bert"][0], exported["gpt2"][2])
 
 
 @pytest.mark.parametrize("case", ["bert", "gpt2", "sentencepiece"])

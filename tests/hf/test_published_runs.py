@@ -40,7 +40,7 @@ from megatron_lite.inference.open_run import open_run
 SENTENCE = "The quick brown fox jumps over the lazy dog."
 
 
-USUAL = ("bert", "gpt2", "glm4", "t5", "xlnet", "modernbert", "qwen3")
+USUAL = ("bert", "roberta", "bart", "gpt2", "glm4", "t5", "xlnet", "modernbert", "qwen3")
 
 
 @pytest.fixture(scope="module", params=slow_but(USUAL, OBJECTIVE))

@@ -63,9 +63,11 @@ class ReleasedFormat(HuggingFaceFormat):
         """Raise CheckpointError for a model that is not exactly GLM, or that was not trained to fill blanks."""
         path, names, model = run.checkpoint.path, objective_names(run.objectives), run.config.model
         model = replace(model, lora=None)  # updates are merged
-        GLMFormat().require_model(run)
+        has_own_model = model_spec(run.config).huggingface is not None
+        if not has_own_model:
+            GLMFormat().require_model(run)
         for name, is_used in (
-            (f"the model of {', '.join(names)}", model_spec(run.config).huggingface is not None),
+            (f"the model of {', '.join(names)}", has_own_model),
             ("the head of a task", model.task_head != "none"),
             ("rotary positions", model.positions == "rotary"),
             ("local layers, another norm or FFN, or no biases", replace(model, **GLM_VALUES) != model),
