@@ -39,40 +39,49 @@ log = logging.getLogger(__name__)
 
 def import_config(source: PublishedSource, directory: Path, tree: Mapping[str, Any], verify: bool) -> Config:
     """The configuration of the new run, with the directory's tokenizer if the tree names none."""
-    model = tree.get("model")
+    model, kept = tree.get("model"), directory / IMPORTED_FILES
     overrides = {k: v for k, v in model.items() if v is not None} if isinstance(model, Mapping) else {}
-    tokenizer = {"added_tokens": "none", **(tree.get("tokenizer") or {})}
-    is_imported = "path" not in tokenizer
-    if is_imported:
-        with by_transformers(source.path):
-            tokenizer = import_tokenizer(source.path, directory / IMPORTED_FILES, tokenizer)
-    require_rows(load_tokenizer(build(TokenizerConfig, tokenizer, "tokenizer.")), source)
-    # Tables may be longer than the tokenizer (Qwen): the model's size counts.
-    tokenizer = {"vocab_size": source.settings["vocab_size"], **tokenizer}
-    tree = {**tree, "model": {**source.settings, **overrides}, "tokenizer": tokenizer}
+    section, tokenizer, is_imported = _tokenizer(source, kept, tree.get("tokenizer") or {})
+    tree = {**tree, "model": {**source.settings, **overrides}, "tokenizer": section}
     if head := source.settings.get("task_head"):
         tree["task"] = {
             **task_section(head, source.config_json),
             **_task_length(build(ModelConfig, source.settings, "model.")),
             **(tree.get("task") or {}),
         }
-    loaded = load_tokenizer(build(TokenizerConfig, tokenizer, "tokenizer."))
-    check_vocabulary(loaded, source)
     begin = source.system.begin
-    if begin in loaded.lacking:
+    if begin in tokenizer.lacking:
         # SmolLM2 is a Llama whose tokenizer has no token that begins a text, and was trained without one.
         begin = "none"
-    elif begin == "none" and is_imported:
-        # DeepSeek's Qwen2 was trained with one.
-        begins = puts_before_texts("cls", loaded, source.path, directory / IMPORTED_FILES)
-        begin = "cls" if begins else "none"
+    elif begin == "none" and is_imported and puts_before_texts("cls", tokenizer, source.path, kept):
+        begin = "cls"  # DeepSeek's Qwen2 was trained with one
     defaults = {key: {"begin": begin} for key in ("causal", "fill_in_middle")}
     tree = with_sizes(source.path, source.settings, with_objective(merge(defaults, tree)))
     config = build(Config, tree)
     require_same_model("model", config.model, source)
     if verify and not is_imported:
-        require_same_ids("tokenizer", loaded, source.path, directory / IMPORTED_FILES)
+        require_same_ids("tokenizer", tokenizer, source.path, kept)
     return with_task_rows(config)
+
+
+def _tokenizer(
+    source: PublishedSource, kept: Path, given: Mapping[str, Any]
+) -> tuple[dict[str, Any], Tokenizer, bool]:
+    """The section `tokenizer`, the tokenizer, and whether it is the directory's.
+
+    Args: kept: the directory's files, in the run. given: the user's settings.
+    """
+    section = {"added_tokens": "none", **given}
+    is_imported = "path" not in section
+    if is_imported:
+        with by_transformers(source.path):
+            section = import_tokenizer(source.path, kept, section)
+    require_rows(load_tokenizer(build(TokenizerConfig, section, "tokenizer.")), source)
+    # Tables may be longer than the tokenizer (Qwen): the model's size counts.
+    section = {"vocab_size": source.settings["vocab_size"], **section}
+    tokenizer = load_tokenizer(build(TokenizerConfig, section, "tokenizer."))
+    check_vocabulary(tokenizer, source)
+    return section, tokenizer, is_imported
 
 
 def _task_length(model: ModelConfig) -> dict[str, int]:

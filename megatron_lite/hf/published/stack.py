@@ -72,6 +72,7 @@ class ClassLayout:
     class_config: PretrainedConfig
     system: PublishedSystem
     mappings: Mapping[str, TensorMapping]  # by the names in a class with a head
+    ids: Mapping[str, int | None]  # field of config.json for a special token -> its id
 
     def name(self, full: str) -> str:
         """The name in the class of a body, which lacks the prefix that a class with a head has."""
@@ -99,7 +100,7 @@ def class_layout(stack: Stack, dtype: str) -> ClassLayout:
         class_name = body_class(system)  # of a discriminator without its generator
         class_config.architectures = [class_name]
         mappings = {name: each for name, each in mappings.items() if not each.ours.startswith("heads.")}
-    return ClassLayout(class_name, class_config, system, mappings)
+    return ClassLayout(class_name, class_config, system, mappings, ids)
 
 
 def write_stack(directory: Path, stack: Stack, dtype: str, max_shard_bytes: int) -> tuple[str, str | None]:
@@ -109,11 +110,26 @@ def write_stack(directory: Path, stack: Stack, dtype: str, max_shard_bytes: int)
     """
     config, weights, imported = stack.config, stack.weights, stack.imported
     layout = class_layout(stack, dtype)
-    class_name, class_config = layout.class_name, layout.class_config
-    system, mappings = layout.system, layout.mappings
+    extra = _heads_of_no_class(stack, layout)
+    write_sharded(directory, _class_tensors(stack, layout), DTYPES[dtype], max_shard_bytes)
+    if extra:
+        write_tensors(directory / OTHER_HEADS, extra, map(weights.read, extra), DTYPES[dtype], METADATA)
+    write_config(directory, layout.class_config, former_fields(config))
+    ids = {name: i for name, i in layout.ids.items() if i is not None}
+    has_segments = config.segments > 1 or config.relative == "xlnet"
+    write_tokenizer(directory, stack.tokenizer, ids, imported, config.system, has_segments=has_segments)
+    write_generation_config(
+        directory, layout.class_config, layout.system, stack.template, is_imported=imported.exists()
+    )
+    return layout.class_name, OTHER_HEADS if extra else None
+
+
+def _heads_of_no_class(stack: Stack, layout: ClassLayout) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of our parameters that the class does not have. Raises: CheckpointError for any but heads."""
+    config, weights = stack.config, stack.weights
     has_head = config.task_head == "none" and not is_headless(config)
     extra_prefixes = _NOT_IN_CLASSES if has_head else ("heads.", *_NOT_IN_CLASSES)
-    mapped = {each.ours for each in mappings.values()}
+    mapped = {each.ours for each in layout.mappings.values()}
     extra = {
         ours: shape
         for ours, shape in weights.shapes.items()
@@ -122,23 +138,18 @@ def write_stack(directory: Path, stack: Stack, dtype: str, max_shard_bytes: int)
     # A parameter that no tensor holds would be lost without a message.
     if left := weights.shapes.keys() - mapped - extra.keys():
         raise CheckpointError(
-            f"{stack.name} has {', '.join(sorted(left)[:3])}, which the class {class_name} has not; only "
-            "models of the published architecture can be exported."
+            f"{stack.name} has {', '.join(sorted(left)[:3])}, which the class {layout.class_name} has not; "
+            "only models of the published architecture can be exported."
         )
-    first_rows = imported / SKIPPED_ROWS
-    theirs = to_theirs(
-        weights, mappings, open_safetensors(first_rows) if first_rows.exists() else None, system
-    )
+    return extra
+
+
+def _class_tensors(stack: Stack, layout: ClassLayout) -> Weights:
+    """The tensors of the class, with updates of LoRA merged."""
+    path = stack.imported / SKIPPED_ROWS
+    first_rows = open_safetensors(path) if path.exists() else None
+    theirs = to_theirs(stack.weights, layout.mappings, first_rows, layout.system)
     if stack.lora is not None and stack.updates is not None:
-        theirs = merged(theirs, stack.updates, class_modules(mappings, config), stack.lora)
+        theirs = merged(theirs, stack.updates, class_modules(layout.mappings, stack.config), stack.lora)
     theirs = theirs.renamed({layout.name(name): name for name in theirs.shapes})
-    write_sharded(directory, with_tied_copies(theirs, system, config), DTYPES[dtype], max_shard_bytes)
-    if extra:
-        write_tensors(directory / OTHER_HEADS, extra, map(weights.read, extra), DTYPES[dtype], METADATA)
-    write_config(directory, class_config, former_fields(config))
-    ids = special_ids(stack.tokenizer, published_system(config), stack.roles, stack.name)
-    present = {name: i for name, i in ids.items() if i is not None}
-    has_segments = config.segments > 1 or config.relative == "xlnet"
-    write_tokenizer(directory, stack.tokenizer, present, imported, config.system, has_segments=has_segments)
-    write_generation_config(directory, class_config, system, stack.template, is_imported=imported.exists())
-    return class_name, OTHER_HEADS if extra else None
+    return with_tied_copies(theirs, layout.system, stack.config)
