@@ -42,7 +42,7 @@ from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.phase_plan import PhasePlan
 from megatron_lite.config.phases import PhaseConfig
-from megatron_lite.config.removed import without_removed
+from megatron_lite.config.removed import moved_settings, without_removed
 from megatron_lite.config.rules import alone, check_together
 from megatron_lite.config.schedule import ScheduleConfig
 from megatron_lite.config.sections import (
@@ -330,6 +330,7 @@ def load_tree(
     A warm-up that is not shorter than an override such as `training.steps=30` becomes the same fraction of these steps
     that it is of the files' steps, so that one setting suffices to try the first steps of a recipe.
     """
+    files = tuple(files)
     file_tree: dict[str, Any] = {}
     for path in files:
         file_tree = merge(file_tree, load_file(path))
@@ -341,6 +342,8 @@ def load_tree(
     except ValueError as error:
         raise ConfigError(f"the configuration {error}.") from None
     tree = merge(file_tree, typed)
+    if moved := moved_settings(tree):
+        raise with_locations(SettingsError(moved), setting_locations(files), typed)
     schedule = _section(tree, "schedule")
     file_steps, steps, warmup = (
         value if type(value) is int else 0

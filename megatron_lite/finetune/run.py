@@ -98,8 +98,10 @@ def finetune(
 
 def warn_of_export(model: ModelConfig) -> None:
     """Warn before the training if no class of transformers has the head, and one setting would change that."""
-    may_have_pooler = model.task_head in ("classes", "values") or model.task_pooler_kind == "transform"
-    if model.system is None or model.task_head == "none" or model.has_task_pooler or not may_have_pooler:
+    may_have_pooler = (
+        model.task_head.type in ("classes", "values") or model.task_head.pooler_kind == "transform"
+    )
+    if model.system is None or model.task_head.type == "none" or model.has_task_pooler or not may_have_pooler:
         return
     # Imported here, since they load transformers, which other heads do not need.
     from megatron_lite.hf.published.heads import lacks_pooler
@@ -108,7 +110,7 @@ def warn_of_export(model: ModelConfig) -> None:
     if model.system in SYSTEMS_BY_NAME and (name := lacks_pooler(SYSTEMS_BY_NAME[model.system], model)):
         log.warning(
             "the tuned model cannot be exported to transformers: %s has a layer before its classifier; set "
-            "model.task_pooler=true to have it too",
+            "model.task_head.pooler=true to have it too",
             name,
         )
 

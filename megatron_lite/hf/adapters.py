@@ -185,8 +185,8 @@ def _origin(run: OpenRun) -> dict[str, Any]:
 def _task_type(run: OpenRun) -> str | None:
     """The class of peft that opens the adapter; None for masked language models, for which it has no class."""
     model = run.config.model
-    if model.task_head != "none":
-        return _TASK_TYPES.get(model.task_head)
+    if model.task_head.type != "none":
+        return _TASK_TYPES.get(model.task_head.type)
     if model.decoder_layers:
         return "SEQ_2_SEQ_LM"
     is_causal = model.system in SYSTEMS_BY_NAME and SYSTEMS_BY_NAME[model.system].is_causal

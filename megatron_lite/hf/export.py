@@ -88,15 +88,15 @@ def export_run(
 def _require_exportable(config: Config, path: Path) -> None:
     """Raise CheckpointError for what no format has."""
     require_plain_logits(config, path)
-    if config.model.task_heads:
+    if config.model.task_head.heads:
         raise CheckpointError(
             f"checkpoint {path} has heads of several tasks; tune it on one (scripts/finetune.py --task FILE), and "
             "export that."
         )
-    if config.model.has_task_pool:
+    if config.model.task_head.has_pool:
         raise CheckpointError(
-            f"checkpoint {path} has a head with model.task_pool {config.model.task_pool}, which no class of "
-            "transformers has; only heads of one token (task_pool token) can be exported."
+            f"checkpoint {path} has a head with model.task_head.pool {config.model.task_head.pool}, which no class of "
+            "transformers has; only heads of one token (pool: token) can be exported."
         )
 
 

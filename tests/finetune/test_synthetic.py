@@ -21,7 +21,7 @@ SAMPLES = 400  # evaluated
 assert MORE  # most of these tasks are in tests/support
 MODEL = {
     "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_position": 64, "init_std": 0.1,
-    "embedding_dropout": 0.0, "attention_dropout": 0.0, "output_dropout": 0.0, "task_dropout": 0.0,
+    "embedding_dropout": 0.0, "attention_dropout": 0.0, "output_dropout": 0.0, "task_head": {"dropout": 0.0},
 }  # fmt: skip
 # With all weights at 0.1 the word of one of two keys is guessed: 0.5.
 LARGE = {"init_words_std": 0.8, "init_positions_std": 0.8, "tie_word_embeddings": False}

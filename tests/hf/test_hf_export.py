@@ -234,10 +234,12 @@ def test_a_model_with_other_heads_is_not_exported(vocabulary, tmp_path):
 
 
 def test_a_head_that_pools_is_refused_by_name(vocabulary, tmp_path):
-    options = {"task_head": "classes", "task_classes": 2, "task_pool": "concat"}
+    options = {"task_head": {"type": "classes", "classes": 2, "pool": "concat"}}
     task = {"name": "own", "kind": "classification", "reader": "jsonl", "labels": ["no", "yes"]}
     write_run(tmp_path / "run", merge(tree(vocabulary), {"model": options, "task": task}))
-    with pytest.raises(CheckpointError, match=r"model\.task_pool concat, which no class of transformers has"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.task_head.pool concat, which no class of transformers has"
+    ):
         export_run(tmp_path / "run", tmp_path / "export", ExportOptions())
     assert not (tmp_path / "export").exists()
 

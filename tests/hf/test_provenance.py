@@ -20,7 +20,7 @@ from megatron_lite.transformer.flops import parameter_shapes
 
 TREE = {"training": {"steps": 6, "precision": "fp32"}, "data": {"sequence_length": 60}}
 HEAD = {
-    "model": {"task_head": "classes", "task_classes": 2},
+    "model": {"task_head": {"type": "classes", "classes": 2}},
     "task": {
         "name": "votes", "kind": "classification", "reader": "jsonl", "labels": ["no", "yes"], "sequence_length": 24,
     },

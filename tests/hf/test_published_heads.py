@@ -129,7 +129,7 @@ def test_a_body_without_a_head_is_an_encoder(tmp_path, case):
 def test_a_number_is_a_head_of_one_output(tmp_path):
     their_model(tmp_path / "theirs", "roberta", "text", num_labels=1, id2label={0: "score"})
     assert brought(tmp_path / "theirs", "roberta", tmp_path / "run").agreement == 1.0
-    assert load_run(tmp_path / "run").config.model.task_head == "values"
+    assert load_run(tmp_path / "run").config.model.task_head.type == "values"
     export_run(tmp_path / "run", tmp_path / "ours", ExportOptions())
 
 
@@ -175,8 +175,7 @@ def test_heads_that_differ_are_refused_by_name(tmp_path):
 
 def test_heads_of_no_class_are_not_exported():
     head = {
-        "task_head": "classes",
-        "task_classes": 3,
+        "task_head": {"type": "classes", "classes": 3},
         "num_layers": 1,
         "hidden_size": 8,
         "num_attention_heads": 2,
@@ -184,18 +183,18 @@ def test_heads_of_no_class_are_not_exported():
     cases = {
         "whose head no class of transformers for gpt2 has; export the checkpoint before": {"system": "gpt2"},
         "whose head no class of transformers for glm has": {"system": "glm4"},
-        "RobertaForSequenceClassification has one; tune with model.task_pooler=true": {"system": "roberta"},
+        "RobertaForSequenceClassification has one; tune with model.task_head.pooler=true": {"system": "roberta"},
         "ModernBertForSequenceClassification has one; tune with": {"system": "modernbert"},
-        "model.task_pooler_kind is 'tanh', which ModernBertForSequenceClassification": {
-            "system": "modernbert", "task_pooler": True, "task_pooler_kind": "tanh",
+        "model.task_head.pooler_kind is 'tanh', which ModernBertForSequenceClassification": {
+            "system": "modernbert", "task_head": {"pooler": True, "pooler_kind": "tanh"},
         },
-        "model.task_mix is True, which BertForSequenceClassification does not have": {
-            "system": "bert", "sentence_classes": 2, "task_mix": True,
+        "model.task_head.mix is True, which BertForSequenceClassification does not have": {
+            "system": "bert", "sentence_classes": 2, "task_head": {"mix": True},
         },
     }  # fmt: skip
     for message, options in cases.items():
         with pytest.raises(CheckpointError, match=message):
-            hf_config(build(ModelConfig, {"vocab_size": 97, **head, **options}), {})
+            hf_config(build(ModelConfig, merge({"vocab_size": 97, **head}, options)), {})
 
 
 def test_an_export_of_ernie_2_records_no_objectives_and_its_heads_come_with_those_that_are_given(tmp_path):

@@ -158,7 +158,7 @@ def test_the_head_of_a_task_is_found_by_its_tensors(tmp_path, caplog, case, clas
     write(case, tmp_path / "theirs", class_name)
     strip(tmp_path / "theirs", "architectures")
     import_directory(tmp_path / "theirs", tmp_path / "run", tree_of(case))
-    assert open_run(tmp_path / "run").config.model.task_head == found
+    assert open_run(tmp_path / "run").config.model.task_head.type == found
     assert f"architectures is not given; the tensors fit {class_name}" in caplog.text
 
 
@@ -185,7 +185,7 @@ def test_the_rows_of_a_head_decide_how_many_labels_there_are(tmp_path, caplog, f
     edit(tmp_path / "theirs", **fields)
     import_directory(tmp_path / "theirs", tmp_path / "run", tree_of("bert"))
     config = open_run(tmp_path / "run").config
-    assert config.model.task_classes == 5 and config.task.labels == names
+    assert config.model.task_head.classes == 5 and config.task.labels == names
     assert "labels, and the head has 5" in caplog.text
     assert export_run(tmp_path / "run", tmp_path / "ours", ExportOptions()).agreement == 1.0
     assert tuple(json.loads((tmp_path / "ours/config.json").read_text())["id2label"].values()) == names

@@ -59,8 +59,9 @@ def test_at_the_base_width_nothing_changes(kind):
 
 
 HEADS = {
-    "vocab_size": 50, "head_transform": True, "sentence_classes": 2, "task_head": "classes", "task_classes": 3,
-    "task_pooler": True, "span_boundary_places": 4, "tie_word_embeddings": False, "init": "plain",
+    "vocab_size": 50, "head_transform": True, "sentence_classes": 2,
+    "task_head": {"type": "classes", "classes": 3, "pooler": True}, "span_boundary_places": 4,
+    "tie_word_embeddings": False, "init": "plain",
 }  # fmt: skip
 
 

@@ -102,7 +102,7 @@ def model_card(run: OpenRun) -> str:
     origin = provenance(run)
     if origin.is_imported or len(origin.trained) > 1:  # of others a directory may not tell
         words["introduction"] += f" {origin}"
-    if run.config.model.task_head != "none":
+    if run.config.model.task_head.type != "none":
         words |= {"tags": "- glm\n- text-classification", "example": _CLASSIFIER}
     return write_card(run, words, origin.is_imported)
 

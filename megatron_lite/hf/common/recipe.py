@@ -11,7 +11,7 @@ import dataclasses
 import json
 import logging
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NotRequired
 
@@ -19,11 +19,11 @@ from typing_extensions import TypedDict
 
 from data_utils.common.errors import CheckpointError, ConfigError
 from data_utils.common.setting_files import shorten
-from data_utils.common.settings import build, keys_of, section_in, to_tree
+from data_utils.common.settings import build, keys_of, merge, nest, section_in, to_tree
 from data_utils.common.untrusted import conform
 from data_utils.objectives import OBJECTIVES
 from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig
-from megatron_lite.config.removed import without_removed
+from megatron_lite.config.removed import current
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.common.weights import TRAINING_JSON, read_json
 from megatron_lite.inference.open_run import OpenRun
@@ -72,8 +72,7 @@ def portable_recipe(config: Config) -> dict[str, Any]:
     """The settings of a run that an export writes."""
     tree = to_tree(config)
     recipe = {
-        name: tree.get(name) and {key: tree[name][key] for key in _portable(name, cls)}
-        for name, cls in _sections().items()
+        name: tree.get(name) and _only(tree[name], _portable(name, cls)) for name, cls in _sections().items()
     }
     return {**recipe, "objectives": tree["objectives"]}
 
@@ -109,7 +108,7 @@ def read_recipe(directory: Path) -> Recorded:
         return Recorded({}, {})
     try:
         described = conform(read_json(path), _Training)
-        described["config"] = without_removed(described["config"])
+        described["config"] = current(described["config"])
     except ValueError as error:
         raise CheckpointError(f"{path} {error}; fetch it again, or remove it.") from None
     config = {}
@@ -127,14 +126,26 @@ def _sections() -> dict[str, type]:
     return {name: typing.cast(type, section_in(keys[name][0])) for name in RECIPE}
 
 
+def _only(section: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """The settings of a section with these dotted names."""
+    chosen: dict[str, Any] = {}
+    for name in names:
+        key, _, inner = name.partition(".")
+        chosen = merge(chosen, nest(name, section[key][inner] if inner else section[key]))
+    return chosen
+
+
 def _portable(name: str, cls: type) -> tuple[str, ...]:
     named = RECIPE[name]
     return tuple(_numbers_and_choices(cls, has_lists=name in OBJECTIVES)) if named is None else named
 
 
 def _numbers_and_choices(cls: type, *, has_lists: bool = False) -> Iterator[str]:
-    """Args: has_lists: whether lists of sections that hold nothing else count as well."""
+    """Dotted names. Args: has_lists: whether lists of sections that hold nothing else count as well."""
     for key, (hint, field) in keys_of(cls).items():
+        if dataclasses.is_dataclass(hint):
+            yield from (f"{key}.{name}" for name in _numbers_and_choices(typing.cast(type, hint)))
+            continue
         kinds = set(typing.get_args(hint) or (hint,)) - {type(None), ...}
         is_list = has_lists and all(map(_has_no_text, kinds))
         # Free text is in a recipe by name only, since any other text may be a path.
@@ -164,7 +175,12 @@ def _taken(path: Path, name: str, section: Any) -> Any:
     if section is None:
         return None
     section, portable = _checked(path, f"config.{name}", section, dict[str, Any]), _portable(name, cls)
-    for key in section.keys() - set(portable):
+    given = [
+        f"{key}.{inner}" if inner else key
+        for key, value in section.items()
+        for inner in (value if isinstance(value, Mapping) and key not in portable else ("",))
+    ]
+    for key in set(given) - set(portable):
         raise CheckpointError(
             f"{path}: config.{name}.{shorten(key)} is no part of an export; remove it from the file, and set it "
             "yourself if you want it."

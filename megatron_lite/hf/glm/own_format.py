@@ -111,7 +111,7 @@ class GLMFormat(HuggingFaceFormat):
         class_config.trained_objectives = objective_names(run.objectives)
         # In config.json too: `pipeline` of versions before 4.57 loads no tokenizer for a model that it does not know.
         class_config.tokenizer_class = write_tokenizer(tokenizer, directory, config.model.max_position + 1)
-        if config.model.task_head != "none":
+        if config.model.task_head.type != "none":
             _describe_head(class_config, run)
         write_config(directory, class_config, {})
         generation_config(tokenizer.special).save_pretrained(directory)
@@ -188,12 +188,12 @@ def _describe_head(class_config: GLMConfig, run: OpenRun) -> None:
     """Set the class of a task's head and the names of its labels."""
     task = run.config.task
     class_config.architectures = ["GLMForSequenceClassification"]
-    if run.config.model.task_head == "values":
+    if run.config.model.task_head.type == "values":
         class_config.num_labels = 1
         return
     names = () if task is None else task_labels(task)
     class_config.problem_type = SEVERAL_LABELS if task is not None and task.kind == "typing" else None
-    class_config.id2label = dict(enumerate(names or map(str, range(run.config.model.task_classes))))
+    class_config.id2label = dict(enumerate(names or map(str, range(run.config.model.task_head.classes))))
     class_config.label2id = {name: number for number, name in class_config.id2label.items()}
 
 

@@ -68,7 +68,7 @@ class ReleasedFormat(HuggingFaceFormat):
             GLMFormat().require_model(run)
         for name, is_used in (
             (f"the model of {', '.join(names)}", has_own_model),
-            ("the head of a task", model.task_head != "none"),
+            ("the head of a task", model.task_head.type != "none"),
             ("rotary positions", model.positions == "rotary"),
             ("local layers, another norm or FFN, or no biases", replace(model, **GLM_VALUES) != model),
         ):

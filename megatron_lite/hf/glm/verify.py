@@ -77,7 +77,7 @@ def glm_checks(
             if is_export:
                 checks.append(_pipeline_check(theirs, fast, tokenizer, config))
         del theirs
-        if config.task_head != "none":
+        if config.task_head.type != "none":
             tuned = GLMForSequenceClassification.from_pretrained(directory, dtype=dtype).eval()
             checks.append(task_check(tuned(**class_inputs(batch)), config, batch))
     return checks

@@ -31,7 +31,7 @@ from megatron_lite.hf.published.tokenizers import (
     puts_before_texts,
     require_same_ids,
 )
-from megatron_lite.hf.published.write_config import NOT_IN_FILES
+from megatron_lite.hf.published.write_config import different_options
 from megatron_lite.transformer.init import initialize_parameters
 
 log = logging.getLogger(__name__)
@@ -42,8 +42,8 @@ def import_config(source: PublishedSource, directory: Path, tree: Mapping[str, A
     model, kept = tree.get("model"), directory / IMPORTED_FILES
     overrides = {k: v for k, v in model.items() if v is not None} if isinstance(model, Mapping) else {}
     section, tokenizer, is_imported = _tokenizer(source, kept, tree.get("tokenizer") or {})
-    tree = {**tree, "model": {**source.settings, **overrides}, "tokenizer": section}
-    if head := source.settings.get("task_head"):
+    tree = {**tree, "model": merge(source.settings, overrides), "tokenizer": section}
+    if head := source.settings.get("task_head", {}).get("type"):
         tree["task"] = {
             **task_section(head, source.config_json),
             **_task_length(build(ModelConfig, source.settings, "model.")),
@@ -94,13 +94,10 @@ def _task_length(model: ModelConfig) -> dict[str, int]:
 def require_same_model(key: str, model: ModelConfig, source: PublishedSource) -> None:
     """Raise ConfigError unless a section computes what the imported weights do. Args: key: of the section."""
     imported = build(ModelConfig, source.settings, "model.")
-    for name in sorted(ModelConfig.__dataclass_fields__.keys() - NOT_IN_FILES):
-        ours, theirs = getattr(model, name), getattr(imported, name)
-        if ours != theirs:
-            raise ConfigError(
-                f"{key}.{name} is {shown(ours)}, but {source.path} has {shown(theirs)}; leave it out, or set it to "
-                "that."
-            )
+    for name, (ours, theirs) in sorted(different_options(model, imported).items()):
+        raise ConfigError(
+            f"{key}.{name} is {shown(ours)}, but {source.path} has {shown(theirs)}; leave it out, or set it to that."
+        )
 
 
 def require_rows(tokenizer: Tokenizer, source: PublishedSource) -> None:

@@ -75,7 +75,7 @@ def settings_and_problems(
         settings["sentence_classes"] = _sentence_classes(system, settings["sentence_classes"], theirs)
     problems += _contradictions(system, config_json, config, settings)
     if head_type := architectures(system).get(_architecture(system, config)):
-        settings |= head_settings(system, head_type, config)
+        settings["task_head"] = head_settings(system, head_type, config)
         problems += head_problems(system, head_type, config)
     return settings, problems
 

@@ -211,13 +211,13 @@ def lacks_head(
         return True
     name = architecture(config_json)
     is_named = name is None or is_body(name)
-    return is_named and model.task_head == "none" and not has_head(system, theirs.shapes)
+    return is_named and model.task_head.type == "none" and not has_head(system, theirs.shapes)
 
 
 def is_headless(config: ModelConfig) -> bool:
     """Whether the class of a model predicts neither tokens nor a task: ELECTRA's discriminator, DeBERTa's body."""
     is_body = config.system in ("electra", "deberta_v3") and not (config.head_transform or config.head_bias)
-    return is_body and config.task_head == "none"
+    return is_body and config.task_head.type == "none"
 
 
 def _tensor_problems(

@@ -127,7 +127,7 @@ def write_stack(directory: Path, stack: Stack, dtype: str, max_shard_bytes: int)
 def _heads_of_no_class(stack: Stack, layout: ClassLayout) -> dict[str, tuple[int, ...]]:
     """Name -> shape of our parameters that the class does not have. Raises: CheckpointError for any but heads."""
     config, weights = stack.config, stack.weights
-    has_head = config.task_head == "none" and not is_headless(config)
+    has_head = config.task_head.type == "none" and not is_headless(config)
     extra_prefixes = _NOT_IN_CLASSES if has_head else ("heads.", *_NOT_IN_CLASSES)
     mapped = {each.ours for each in layout.mappings.values()}
     extra = {

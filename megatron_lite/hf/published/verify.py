@@ -82,7 +82,7 @@ def class_checks(
         if is_body(class_name):
             # A body has no logits to compare.
             return [_hidden_state_check(theirs, config, text_batch(config))]
-        if config.task_head != "none":
+        if config.task_head.type != "none":
             # XLNet's class takes a sequence's last position, padding or not, so its sequence has no padding.
             batch = text_batch(config)[: 1 if config.relative == "xlnet" else None]
             return [task_check(their_output(theirs, config, batch), config, batch)]
@@ -247,11 +247,11 @@ def generated(
 def task_check(out: Any, config: ModelConfig, batch: np.ndarray) -> Check:
     """The head of a task, on all tokens or on one token of each text. Args: out: of a class for the batch."""
     is_compared = is_token(batch)
-    if config.task_head in ("classes", "values"):
+    if config.task_head.type in ("classes", "values"):
         is_compared = torch.zeros_like(is_compared)
         is_compared[:, -1 if config.relative == "xlnet" else 0] = True
         expected = out["logits"]
-    elif config.task_head == "spans":
+    elif config.task_head.type == "spans":
         expected = torch.stack([out["start_logits"], out["end_logits"]], dim=-1)[is_compared]
     else:
         expected = out["logits"][is_compared]

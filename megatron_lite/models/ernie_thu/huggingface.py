@@ -114,7 +114,7 @@ class ErnieFormat(HuggingFaceFormat):
     def require_model(self, run: OpenRun) -> None:
         model, tokenizer = run.config.model, run.tokenizer.config
         for problem, is_there in (
-            (f"the head of a task ({model.task_head})", model.task_head != "none"),
+            (f"the head of a task ({model.task_head.type})", model.task_head.type != "none"),
             ("no label of two sentences", not section_of(run.config).next_sentence),
             (f"model.activation {model.activation}", model.activation not in _ACTIVATIONS.values()),
             (f"model.layernorm_epsilon {model.layernorm_epsilon}", model.layernorm_epsilon != 1e-12),
