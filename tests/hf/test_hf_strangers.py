@@ -27,7 +27,7 @@ SETTINGS = {
     "optimizer": "kind lr beta1 beta2 eps weight_decay clip_grad_norm",
     "data": "sequence_length row_length",
     "task": "name kind reader labels text_fields label_field form pattern template verbalizers scoring length_power "
-    "loss mask sequence_length target_length question_length answer_length stride bidirectional masked_ratio "
+    "loss mask sequence_length target_length question_length answer_length stride masked_ratio "
     "target_mask_prob blank_ratio metrics",
 }
 PATHS = {"optimus.encoder_from", "optimus.decoder_from", "entities.vectors"}

@@ -44,7 +44,7 @@ RECIPE: Mapping[str, tuple[str, ...] | None] = {
     "task": (
         "name", "kind", "reader", "labels", "text_fields", "label_field", "form", "pattern", "template", "verbalizers",
         "scoring", "length_power", "loss", "mask", "sequence_length", "target_length", "question_length",
-        "answer_length", "stride", "bidirectional", "masked_ratio", "target_mask_prob", "blank_ratio", "metrics",
+        "answer_length", "stride", "masked_ratio", "target_mask_prob", "blank_ratio", "metrics",
     ),
     **dict.fromkeys(OBJECTIVES),
 }  # fmt: skip
