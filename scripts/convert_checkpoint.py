@@ -279,7 +279,7 @@ def what_follows(path: Path) -> list[str]:
     given = ["--tokenizer-kind", tokenizer.kind, "--tokenizer-path", tokenizer.path]
     given += ["--added-tokens", tokenizer.added_tokens]
     given += [] if tokenizer.vocab_size is None else ["--vocab-size", str(tokenizer.vocab_size)]
-    given += ["--cased"] * (tokenizer.kind == "bert_wordpiece" and not tokenizer.lowercase)
+    given += ["--no-lowercase"] * (tokenizer.kind == "bert_wordpiece" and not tokenizer.lowercase)
     given += ["--shared-command-tokens"] * (not tokenizer.fixed_command_tokens)
     for role, token in tokenizer.roles.items():
         given += ["--token-role", f"{role}={token}"]

@@ -36,7 +36,9 @@ PLANS = {"schedule.parts", *(f"batch.ramp.{key}" for key in ("start", "by", "sam
 # A model with muP is not exported.
 PLANS |= {f"{stack}.mup.base_{size}_size" for stack in ("model", "decoder") for size in ("hidden", "head")}
 # Nor one with heads of several tasks; heads of classes belong to the objectives that an import names.
-PLANS |= {f"{stack}.{heads}_heads" for stack in ("model", "decoder") for heads in ("task", "class")}
+PLANS |= {
+    f"{stack}.{heads}" for stack in ("model", "decoder") for heads in ("task_head.heads", "class_heads")
+}
 FREE_TEXT = {f"task.{key}" for key in ["name", "labels", "text_fields", "label_field", "template", "metrics"]}
 
 
