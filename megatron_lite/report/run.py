@@ -94,12 +94,12 @@ class RunReport:
     minimal_pairs: dict[str, PairScores] = field(default_factory=dict)  # by measurement
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def steps(self) -> int | None:
-        """Total steps of the run, from its configuration."""
-        training = self.config.get("training")
-        steps = training.get("steps") if isinstance(training, dict) else None
-        return steps if isinstance(steps, int) else None
+    def setting(self, key: str) -> Any:
+        """A setting of the configuration, which may hold anything; None if it is not there."""
+        value: Any = self.config
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return value
 
 
 def read_run(path: Path) -> RunReport:
