@@ -38,9 +38,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # The system sends a signal, and a launcher often passes it on: the second one is the same request.
 SAME_REQUEST_SECONDS = 2.0
 
-LEAVE_SECONDS = (
-    10.0  # for which a process that ends before training waits for `leave`; storage may never answer
-)
+# For which a process that ends before training waits for `leave`: storage may never answer.
+LEAVE_SECONDS = 10.0
 
 LAUNCHER_CHECK_SECONDS = 0.5
 
