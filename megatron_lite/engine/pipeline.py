@@ -51,13 +51,13 @@ from megatron_lite.transformer.forward_context import (
     order_by_rank,
     with_bias,
 )
-from megatron_lite.transformer.fused_block import Hidden, Residual, materialize
 from megatron_lite.transformer.init import initialize_parameters
 from megatron_lite.transformer.lm_head import Heads
 from megatron_lite.transformer.loss import ChunkedLogits, loss_logits, sum_losses
 from megatron_lite.transformer.micro_batch import MicroBatch
 from megatron_lite.transformer.norms import final_layernorm
 from megatron_lite.transformer.position_bias import Table, relative_tables
+from megatron_lite.transformer.residual import Hidden, Residual, materialize
 from megatron_lite.transformer.tensor_parallel import TensorParallel, VocabParallelEmbedding
 
 _HeadOutputs = tuple[torch.Tensor, torch.Tensor]  # the vectors that predict tokens, class logits
@@ -148,7 +148,7 @@ class _Words(VocabParallelEmbedding):
     def project(module: _Words, inputs: tuple[Heads, *_HeadOutputs]) -> _Logits:
         """Last layer, on the tied weight."""
         heads, vectors, classes = inputs
-        boundaries = len(module.queue.current.micro_batch.loss_positions.borders)
+        boundaries = len(module.queue.current.micro_batch.loss_positions.boundaries)
         return loss_logits(heads, vectors, module, boundaries), classes
 
 
@@ -245,7 +245,7 @@ class _Project(nn.Module):
     def forward(self, inputs: tuple[Heads, *_HeadOutputs]) -> _Logits:
         heads, vectors, classes = inputs
         assert heads.vocabulary is not None
-        boundaries = len(self.queue.current.micro_batch.loss_positions.borders)
+        boundaries = len(self.queue.current.micro_batch.loss_positions.boundaries)
         return loss_logits(heads, vectors, heads.vocabulary, boundaries), classes
 
 

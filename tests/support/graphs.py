@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_lite.transformer import fused_block
+from megatron_lite.transformer import fused_block, residual
 from megatron_lite.transformer import loss as lm_loss
 from megatron_lite.transformer.attention_backends import varlen
 from megatron_lite.transformer.kernels import fused
@@ -165,11 +165,11 @@ def finish_sums_kernel(sums, like):
     return torch.cat([part.sum(0) for part in sums])
 
 
-def join_pair_kernel(dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, first_key, place, border):
+def join_pair_kernel(dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, first_key, place, second_start):
     tokens = torch.arange(len(place))[:, None, None]
-    second = torch.where(tokens < border, dq_0, dq_1)
+    second = torch.where(tokens < second_start, dq_0, dq_1)
     gathered = [torch.where(place[:, None, None] < 0, 0.0, part[place.clamp(min=0)]) for part in (dk_1, dv_1)]
-    of_keys = [torch.where(tokens < border, part, 0.0) for part in (dk_0, dv_0)]
+    of_keys = [torch.where(tokens < second_start, part, 0.0) for part in (dk_0, dv_0)]
     of_keys = [part + more for part, more in zip(of_keys, gathered, strict=True)]
     total = torch.stack([second, *of_keys], 1)
     return total, total.flatten(1).sum(0, keepdim=True)
@@ -189,7 +189,7 @@ def by_torch(monkeypatch):
     monkeypatch.setattr(varlen, "join_pair_kernel", join_pair_kernel)
     monkeypatch.setattr(lm_loss, "has_kernels", lambda logits: False)
     monkeypatch.setattr(
-        fused_block, "dropout_add", lambda x, residual, dropout, bias: drop(x + bias, residual, dropout)
+        residual, "dropout_add", lambda x, hidden, dropout, bias: drop(x + bias, hidden, dropout)
     )
     monkeypatch.setattr(fused, "DEVICES", ("cuda", "cpu"))
     monkeypatch.setattr(varlen, "varlen_kernel", lambda dtype: Operators)

@@ -294,8 +294,8 @@ class VarlenAttention:
         if plan.is_pair:
             assert first is not None
             second = plan.launches[1]
-            border = None if plan.in_first_launch is None else second.query_ends[:1]
-            return join_pair_kernel(*grads[0], *grads[1], first.start, second.gathered_index, border)
+            second_start = None if plan.in_first_launch is None else second.query_ends[:1]
+            return join_pair_kernel(*grads[0], *grads[1], first.start, second.gathered_index, second_start)
         return self._summed_grads(inputs, grads)[0], None
 
     def _summed_grads(self, inputs: Packed, grads: list[Gradients]) -> list[torch.Tensor]:
