@@ -160,7 +160,7 @@ def _stack(plan: Any, layout: Layout, batch: Batch, model: ModelConfig) -> Stack
         return Stack("blocks", (AttentionLaunch(float(plan.length)),), counts)
     assert isinstance(plan, VarlenPlan)
     launches = [
-        AttentionLaunch(float(np.diff(launch.query_ends).sum()), float(len(launch.gathered)))
+        AttentionLaunch(float(np.diff(launch.cu_seqlens_q).sum()), float(len(launch.gathered)))
         for launch in plan.launches
     ]
     return Stack("varlen", tuple(launches), counts)
