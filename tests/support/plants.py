@@ -219,8 +219,8 @@ DROPOUT = (
     Plant(
         "dropout of hidden states different on tensor-parallel ranks",
         "megatron_lite/transformer/micro_batch.py",
-        "keys = token_keys(dropout_seed, batch.samples,",
-        "keys = token_keys(dropout_seed + tensor_parallel_rank, batch.samples,",
+        "keys = token_keys(seed, batch.samples,",
+        "keys = token_keys(seed + tensor_parallel_rank, batch.samples,",
         (f"{FURTHER}[2x1x1]",),
         "NVIDIA/Megatron-LM#206",
     ),
