@@ -11,11 +11,13 @@ from support.hf_runs import tree, write_run, write_vocabulary
 
 from data_utils.common.errors import ConfigError
 from data_utils.common.settings import merge
+from data_utils.tasks.base import TaskSample
+from data_utils.tasks.templates.collate import collate
 from megatron_lite.config.embedding import EmbeddingConfig
 from megatron_lite.embedding.embedder import Embedder, TextFormat, batches
 from megatron_lite.inference.open_run import load_run
 from megatron_lite.transformer.micro_batch import MicroBatch
-from megatron_lite.transformer.pooling import finished
+from megatron_lite.transformer.pooling import TextBatch, finished
 
 TEXTS = ["word1 word2 word3", "word4", "word5 . word6 , word7 word8 word9", "word1 word2"]
 PROMPTS = {"query": "word9 word8 "}
@@ -50,6 +52,20 @@ def test_a_text_has_the_same_vector_in_every_batch(runs, name):
     for batch_tokens in (1, 9, 1000):
         assert np.abs(embed(run, batch_tokens=batch_tokens) - alone).max() < 1e-5
     assert np.abs(alone[0] - alone[2]).max() > 0.01
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
+def test_padding_of_a_batch_is_in_no_mean(runs, pooling):
+    """Texts of several lengths in a row each, as training may have them."""
+    run = runs["glm"]
+    text_format = TextFormat(run, EmbeddingConfig(pooling=pooling))
+    documents = text_format.documents(TEXTS)
+    fields, _ = collate([TaskSample([each.example], []) for each in documents])
+    batch = TextBatch(fields, pooling=pooling)
+    with torch.no_grad():
+        vectors = run.model.text_vectors(MicroBatch.from_batch(batch, torch.device("cpu"), run.config.model))
+    expected = embed(run, pooling=pooling, normalize=False)
+    assert np.abs(vectors.numpy() - expected).max() < 1e-5
 
 
 def keep(outputs, module, inputs, output):
