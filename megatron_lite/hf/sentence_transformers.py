@@ -173,8 +173,9 @@ def require_same_tokens(run: OpenRun, directory: Path) -> None:
         text_format = TextFormat(run, prompt=prompt)
         before = run.config.embedding.prompt_text(prompt)
         options = {"truncation": True, "max_length": text_format.length}
-        ids = encoded(theirs, [before + text for text in _TEXTS], **options)
-        for text, document, expected in zip(_TEXTS, text_format.documents(_TEXTS), ids, strict=True):
+        texts = _texts(text_format)
+        ids = encoded(theirs, [before + text for text in texts], **options)
+        for text, document, expected in zip(texts, text_format.documents(texts), ids, strict=True):
             if document.example.tokens.tolist() != expected:
                 raise CheckpointError(
                     f"{directory}: its tokenizer reads {shown(before + text[:40])} as {_ends(expected)}, but the run "
@@ -232,23 +233,29 @@ def compare_vectors(
     loaded.model.to(DTYPES[dtype]).float()
     found = []
     for prompt in ("", *run.config.embedding.prompts):
-        expected = _theirs(directory, run.config.embedding.prompt_text(prompt), is_ours)
-        actual = Embedder(loaded, TextFormat(loaded, prompt=prompt)).embed(_TEXTS)
+        text_format = TextFormat(loaded, prompt=prompt)
+        texts = _texts(text_format)
+        expected = _theirs(directory, texts, loaded.config.embedding.prompt_text(prompt), is_ours)
+        actual = Embedder(loaded, text_format).embed(texts)
         found.append(_compared(actual, expected))
     result = joined(dict(enumerate(found)))
     result.require(tolerance, f"sentence-transformers of {directory}")
     return result
 
 
-def _theirs(directory: Path, prompt: str, has_code: bool) -> np.ndarray:
+def _texts(text_format: TextFormat) -> list[str]:
+    return [text for text in _TEXTS if text or text_format.reads_empty_texts]
+
+
+def _theirs(directory: Path, texts: Sequence[str], prompt: str, has_code: bool) -> np.ndarray:
     """The vectors of sentence-transformers, fp32. Raises: CheckpointError if it makes none."""
     try:
         with quiet():
             from sentence_transformers import SentenceTransformer
 
-            options = {"trust_remote_code": has_code, "model_kwargs": {"dtype": torch.float32}}
+            options: dict[str, Any] = {"trust_remote_code": has_code, "model_kwargs": {"dtype": torch.float32}}
             model = SentenceTransformer(str(directory), device="cpu", **options)
-            return np.asarray(model.encode(list(_TEXTS), prompt=prompt, show_progress_bar=False), np.float32)
+            return np.asarray(model.encode(list(texts), prompt=prompt, show_progress_bar=False), np.float32)
     except Exception as error:  # the library raises what its parts do
         raise CheckpointError(
             f"sentence-transformers makes no vectors of {directory} ({one_line(error)}); --no-verify writes it all the "

@@ -88,7 +88,7 @@ def test_parts_of_other_settings_are_not_taken_for_these(run, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--prompt", "query"), 'the prompt "query" is unknown; embedding.prompts has none.'),
+        (("--prompt", "query"), "is unknown; embedding.prompts has none."),
         (("--batch-tokens", "0"), "--batch-tokens is 0; it must be at least 1."),
         (("model.num_layers=3",), "only settings of embedding can be replaced."),
         (("embedding.pooling=max",), "embedding.pooling"),
