@@ -95,7 +95,7 @@ def _data_parallel(found: Traffic, stage: StageParameters, s: Sizes) -> None:
 
 def _zero_3(found: Traffic, stage: StageParameters, s: Sizes) -> None:
     """Weights are gathered before their use, those beyond LIVE_PARAMETERS for the backward pass too."""
-    again = max(0.0, 1 - LIVE_PARAMETERS / 2 / stage.numbers)
+    again = max(0.0, 1 - LIVE_PARAMETERS / stage.numbers)
     trained = sum(parameter.numbers for parameter in stage.trained)
     found.add("gather", s.element * stage.numbers * (1 + again), s.dp_group, s.micro_batches)
     found.add("scatter", 4 * trained, s.dp_group, s.micro_batches)

@@ -30,8 +30,6 @@ H100 = GPUS["h100"]
 MOST = {"memory": 0.01, "tp": 0.015, "dp": 0.01, "pp": 0.01}  # tp: the traced batch is longer than the mean
 MOST_OF_SOME: dict[str, dict[str, float]] = {
     "10B, ZeRO 2, full": {"memory": 0.03},
-    # Parts without an update cost zeros side by side with the others, and weights are gathered ahead otherwise.
-    "1B, LoRA of two parts, ZeRO 3": {"memory": 0.05},
 }
 
 

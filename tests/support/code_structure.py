@@ -40,7 +40,7 @@ PACKAGES = (
     "megatron_lite.estimate",
     "megatron_lite.inference",
     "megatron_lite.embedding",
-    "megatron_lite.hf.files",
+    "megatron_lite.hf.common",
     "megatron_lite.hf.published",
     "megatron_lite.hf.glm",
     "megatron_lite.hf",
