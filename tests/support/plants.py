@@ -7,6 +7,7 @@ from support.plants_of_kernels import KERNELS
 from support.plants_of_objectives import OBJECTIVES
 from support.plants_of_positions import POSITIONS
 from support.plants_of_streams import STREAMS
+from support.plants_of_vectors import EMBEDDINGS
 from support.plants_of_windows import WINDOWS
 
 PARITY = "tests/train/test_parity.py::test_layouts_equal_one_process"
@@ -579,5 +580,5 @@ LORA = (
 
 PLANTS = (
     *GRADIENTS, *LOSSES, *DROPOUT, *SAMPLES, *ROWS, *WINDOWS, *WIDTHS, *INSIDE, *OBJECTIVES, *STREAMS, *ELECTRA,
-    *KERNELS, *POSITIONS, *LORA,
+    *KERNELS, *POSITIONS, *LORA, *EMBEDDINGS,
 )  # fmt: skip
