@@ -119,16 +119,16 @@ def main() -> None:
             f"--query-vectors have {vectors.shape[1]} numbers and --document-vectors {documents.vectors.shape[1]}; "
             "make both with one model."
         )
-    texts, counts = list(documents.numbers), [0] * (arguments.negatives + 1)
+    names, counts = list(documents.numbers), [0] * (arguments.negatives + 1)
     mined = mine(queries, vectors, positives, documents, arguments.negatives, arguments.margin)
     with disk_errors(arguments.output), new_file(Path(arguments.output)) as file:
         for record, (numbers, _) in zip(records, mined, strict=True):
             counts[len(numbers)] += 1
-            negatives = [texts[number] for number in numbers]
+            negatives = [names[number] for number in numbers]
             file.write(orjson.dumps({**record, "negatives": negatives}) + b"\n")
     fewer = sum(counts[:-1])
     print(
-        f"{arguments.output}: {len(records):,} records of {len(texts):,} documents; {fewer:,} have fewer than "
+        f"{arguments.output}: {len(records):,} records of {len(names):,} documents; {fewer:,} have fewer than "
         f"{arguments.negatives} negatives"
     )
 
