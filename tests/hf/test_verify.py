@@ -1,8 +1,9 @@
-"""The proof: one model in memory, a limit that follows from the reference's own rounding, and its report."""
+"""Outputs are compared: one model in memory, a limit that follows from the reference's own rounding, and its report."""
 
 import gc
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -12,12 +13,12 @@ from support.published import random_model
 from transformers import GenerationConfig, PreTrainedModel
 
 from data_utils.common.errors import CheckpointError
+from megatron_lite.hf.common import verify
 from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.hf.files import proof
-from megatron_lite.hf.glm import export as glm_export
+from megatron_lite.hf.glm import own_format
 from megatron_lite.hf.glm.modeling_glm import GLMModel
 from megatron_lite.hf.importing import import_directory
-from megatron_lite.hf.published.proof import ask
+from megatron_lite.hf.published.verify import class_checks
 from megatron_lite.inference.open_run import load_model, open_run
 from megatron_lite.models.optimus import huggingface as optimus
 
@@ -64,7 +65,7 @@ def peak(monkeypatch):
 
         return loaded
 
-    monkeypatch.setattr(proof, "load_model", counted(proof.load_model))
+    monkeypatch.setattr(verify, "load_model", counted(verify.load_model))
     monkeypatch.setattr(optimus, "latent_run", counted(optimus.latent_run))
     load = PreTrainedModel.from_pretrained.__func__
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(counted(load)))
@@ -106,7 +107,7 @@ def test_optimus_is_in_memory_once(tmp_path, peak):
 
 @pytest.fixture(scope="module")
 def steep(tmp_path_factory):
-    """A T5 whose scores are so steep that rounding in fp32 shows, and its import without a proof."""
+    """A T5 whose scores are so steep that rounding in fp32 shows, and its import without a comparison."""
     root = tmp_path_factory.mktemp("steep")
     directory = write_directory("t5", root / "t5", std=0.3)
     import_directory(directory, root / "run", T5, verify=False)
@@ -120,20 +121,18 @@ def test_what_rounding_explains_passes(steep, tmp_path):
 
 
 def missed(steep, step):
-    """Which of every `step` tensors the proof does not see changed by 1 %."""
+    """Which of every `step` tensors no output shows changed by 1 %."""
     directory, run = steep
     model = load_model(run.checkpoint, run.config.model)
 
-    def asked(dtype):
-        return ask(directory, "T5ForConditionalGeneration", run.config.model, dtype=dtype)
-
+    checks = partial(class_checks, directory, "T5ForConditionalGeneration", run.config.model)
     names = []
     for name, parameter in list(model.named_parameters())[::step]:
         changed = load_model(run.checkpoint, run.config.model)
         with torch.no_grad():
             changed.get_parameter(name).copy_(parameter * 1.01)
         try:
-            proof.prove(asked, lambda changed=changed: changed, 1e-5, "it", run.checkpoint.shapes)
+            verify.compare_outputs(checks, lambda changed=changed: changed, 1e-5, "it", run.checkpoint.shapes)
         except CheckpointError:
             continue
         names.append(name)
@@ -151,8 +150,8 @@ def test_every_tensor_that_is_1_percent_off_is_found(steep):
 
 def test_nan_does_not_pass():
     nan = torch.full((2, 3), float("nan"))
-    assert not proof.compare(torch.zeros(2, 3), nan, 1e-5, float("nan")).holds(1e-5)
-    assert not proof.compare(nan, torch.zeros(2, 3), 1e-5, 1.0).holds(1e-5)
+    assert not verify.compare(torch.zeros(2, 3), nan, 1e-5, float("nan")).holds(1e-5)
+    assert not verify.compare(nan, torch.zeros(2, 3), 1e-5, 1.0).holds(1e-5)
 
 
 # What is compared
@@ -160,7 +159,7 @@ def test_nan_does_not_pass():
 
 def test_default_positions_that_are_off_by_one_are_found(run, tmp_path, monkeypatch):
     def shifted(self, *arguments):
-        return original(self, *arguments) + 1
+        return (original(self, *arguments) - 1).clamp(min=0)
 
     original = GLMModel._default_positions
     monkeypatch.setattr(GLMModel, "_default_positions", shifted)
@@ -170,7 +169,7 @@ def test_default_positions_that_are_off_by_one_are_found(run, tmp_path, monkeypa
 
 def test_a_generation_config_that_writes_other_spans_is_found(run, tmp_path, monkeypatch):
     ours = GenerationConfig(eos_token_id=[0], suppress_tokens=list(range(0, 70, 2)), max_new_tokens=4)
-    monkeypatch.setattr(glm_export, "generation_config", lambda special: ours)
+    monkeypatch.setattr(own_format, "generation_config", lambda special: ours)
     with pytest.raises(CheckpointError, match=r"\(pipeline\) does not compute"):
         export_run(run, tmp_path / "export", ExportOptions())
     assert not (tmp_path / "export").exists()
@@ -205,7 +204,7 @@ def test_the_report_says_what_was_compared(exports):
         assert str(exports) not in (exports / name / "proof.json").read_text()
 
 
-def test_an_export_without_a_proof_says_so(run, tmp_path):
+def test_an_export_without_a_comparison_says_so(run, tmp_path):
     assert export_run(run, tmp_path / "export", ExportOptions(verify=False)) is None
     found = json.loads((tmp_path / "export/proof.json").read_text())
     assert found["proven"] is False and found["reason"] == "--no-verify" and "comparisons" not in found
@@ -213,7 +212,7 @@ def test_an_export_without_a_proof_says_so(run, tmp_path):
 
 
 def test_an_import_trusts_no_report(exports, tmp_path):
-    """The directory has the report of a proof that held, and a weight that is damaged since."""
+    """The directory has the report of a comparison that held, and a weight that is damaged since."""
     copy = shutil.copytree(exports / "huggingface", tmp_path / "copy")
     state = load_file(copy / "model.safetensors")
     state["glm.layers.1.attention.dense.weight"][0, 0] = float("nan")

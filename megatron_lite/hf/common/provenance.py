@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +14,25 @@ from data_utils.tasks.readers.by_name import task_labels
 from megatron_lite.checkpoint.manifest import Checkpoint
 from megatron_lite.checkpoint.verify import find_manifest
 from megatron_lite.config.lora import LORA
-from megatron_lite.hf.files.weights import ADAPTER_SOURCE, IMPORTED_FILES, PADDING_ROWS, SOURCE, read_json
+from megatron_lite.hf.common.weights import ADAPTER_SOURCE, IMPORTED_FILES, PADDING_ROWS, SOURCE, read_json
 from megatron_lite.inference.open_run import OpenRun, objective_names
 
 _MOST_RUNS = 100  # in a chain; one whose files were edited may have no end
+_OF_IMPORTS = (ADAPTER_SOURCE, SOURCE, IMPORTED_FILES, PADDING_ROWS)  # in the directory of an imported run
 _NO_NAMES = ("checkpoints", "best", "imported")  # of directories in a run
 
 
-@dataclass
+@dataclass(frozen=True)
 class Provenance:
     """
     Args:
-        begun: what the weights began as.
+        begun: what the weights began as; of an import, from where, or "".
         trained: what each run trained them on, oldest first.
     """
 
-    begun: str = "initial weights"
-    is_imported: bool = False
-    trained: list[str] = field(default_factory=list)
+    begun: str
+    is_imported: bool
+    trained: list[str]
 
     def __str__(self) -> str:
         """A sentence of the model card. The subject of the first is the model."""
@@ -46,38 +47,25 @@ class Provenance:
 
 def provenance(run: OpenRun, names: str | None = None) -> Provenance:
     """Args: names: of what the run trains, where neither its task nor its objectives tell."""
-    found, checkpoint = Provenance(), run.checkpoint
-    tree: Mapping[str, Any] = checkpoint.state.get("config", {})
-    names = names or ", ".join(objective_names(run.objectives))
+    names, checkpoint = names or ", ".join(objective_names(run.objectives)), run.checkpoint
+    trained: list[str] = []
     for _ in range(_MOST_RUNS):
-        directory = checkpoint.path.parent.parent
+        directory, tree = checkpoint.path.parent.parent, checkpoint.state.get("config", {})
         if checkpoint.step:
-            found.trained.insert(0, _trained_on(checkpoint, tree, names))
-        if _find_import(directory, found):
-            return found
+            trained.insert(0, _trained_on(checkpoint, tree, names))
+        if any((directory / name).exists() for name in _OF_IMPORTS):
+            adapter = directory / ADAPTER_SOURCE
+            updates = f" with updates of LoRA{_of(adapter)}" if adapter.exists() else ""
+            return Provenance(_of(directory / SOURCE) + updates, True, trained)
         begin = (tree.get("checkpoint") or {}).get("initialize_from")
         if begin is None:
-            return found
+            break
         try:
-            checkpoint = find_manifest(Path(begin))
+            checkpoint, names = find_manifest(Path(begin)), ""
         except (UserError, OSError):
-            found.begun = f"the weights of a run that is no longer there (`{_name(Path(begin))}`)"
-            return found
-        tree, names = checkpoint.state.get("config", {}), ""
-    return found
-
-
-def _find_import(directory: Path, found: Provenance) -> bool:
-    """Note the import that a run began with, if it did."""
-    adapter, source = directory / ADAPTER_SOURCE, directory / SOURCE
-    if not any(
-        (directory / name).exists() for name in (ADAPTER_SOURCE, SOURCE, IMPORTED_FILES, PADDING_ROWS)
-    ):
-        return False
-    found.is_imported, found.begun = True, _of(source)
-    if adapter.exists():
-        found.begun += f" with updates of LoRA{_of(adapter)}"
-    return True
+            lost = f"the weights of a run that is no longer there (`{_name(Path(begin))}`)"
+            return Provenance(lost, False, trained)
+    return Provenance("initial weights", False, trained)
 
 
 def _of(path: Path) -> str:

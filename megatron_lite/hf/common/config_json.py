@@ -22,8 +22,8 @@ from data_utils.common.setting_files import one_line, shorten, shown
 from data_utils.common.settings import keys_of
 from data_utils.common.untrusted import conform
 from megatron_lite.config.model import BLOCK_POSITIONS, ModelConfig
-from megatron_lite.hf.files.system_table import PublishedSystem
-from megatron_lite.hf.files.weights import MAX_TENSORS, Weights, read_json, write_json
+from megatron_lite.hf.common.system_table import PublishedSystem
+from megatron_lite.hf.common.weights import MAX_TENSORS, Weights, read_json, write_json
 
 CONFIG_JSON = "config.json"
 MAX_POSITION = 1 << 24

@@ -1,12 +1,12 @@
-"""Writes the report of an export's proof: what was compared, on which inputs, and with which result.
+"""Writes the report of an export's verification: what was compared, on which inputs, and with which result.
 
-An import does not read the report; it runs a proof itself.
+An import does not read the report; it compares outputs itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import transformers
 
-from megatron_lite.hf.files.proof import Proof
-from megatron_lite.hf.files.weights import write_json
+from megatron_lite.hf.common.verify import Comparison
+from megatron_lite.hf.common.verify_tokenizer import TokenizerComparison
+from megatron_lite.hf.common.weights import write_json
 from megatron_lite.telemetry import version
 
 PROOF_JSON = "proof.json"
@@ -33,22 +34,22 @@ INPUTS = {
     "posteriors": "random sentences: mean and log variance of their latent vectors (OPTIMUS, whose logits take such)",
 }
 _HEADING = "## Proof"
-_UNPROVEN = "Nothing was proven: this directory was written with `--no-verify`."
+_NOT_VERIFIED = "Nothing was proven: this directory was written with `--no-verify`."
 
 
 @dataclass(frozen=True)
 class Report:
-    """Results of a proof.
+    """Results of a verification.
 
     Args:
         comparisons: name, as in INPUTS -> result.
         tolerance: largest difference allowed.
-        tokenizers: name of the directory, or of a part of it -> result of the comparison of token ids.
+        tokenizers: name of the directory, or of a part of it -> the comparison of token ids.
     """
 
-    comparisons: Mapping[str, Proof]
+    comparisons: Mapping[str, Comparison]
     tolerance: float
-    tokenizers: Mapping[str, Mapping[str, Any]]
+    tokenizers: Mapping[str, TokenizerComparison]
 
 
 def write_report(directory: Path, report: Report | None) -> None:
@@ -79,7 +80,7 @@ def write_report(directory: Path, report: Report | None) -> None:
             for name, found in report.comparisons.items()
         }
         described["tolerance"] = report.tolerance
-        described["tokenizers"] = {name: dict(record) for name, record in report.tokenizers.items()}
+        described["tokenizers"] = {name: asdict(found) for name, found in report.tokenizers.items()}
     write_json(directory / PROOF_JSON, described)
     card = directory / "README.md"
     if card.exists():
@@ -90,7 +91,7 @@ def write_report(directory: Path, report: Report | None) -> None:
 
 def _section(report: Report | None) -> str:
     if report is None:
-        return _UNPROVEN
+        return _NOT_VERIFIED
     lines = [
         f"Both models were run on the same inputs when this directory was written ({PROOF_JSON} has the versions):",
         "",
@@ -100,8 +101,6 @@ def _section(report: Report | None) -> str:
     for name, found in report.comparisons.items():
         figures = f"{found.rows} | {found.largest_difference:.1e} | {found.limit(report.tolerance):.1e}"
         lines.append(f"| {name}: {INPUTS[name]} | {figures} |")
-    for name, record in report.tokenizers.items():
-        lines.append(
-            f"| {name}: ids of texts that are hard to encode | {record['texts']} | {record['differing']} | 0 |"
-        )
+    for name, ids in report.tokenizers.items():
+        lines.append(f"| {name}: ids of texts that are hard to encode | {ids.texts} | {ids.differing} | 0 |")
     return "\n".join(lines)

@@ -1,10 +1,10 @@
-"""Proof that a tokenizer gives the ids of a directory's AutoTokenizer, on texts that are hard to encode."""
+"""Compares a tokenizer with a directory's AutoTokenizer, by the ids of texts that are hard to encode."""
 
 from __future__ import annotations
 
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from data_utils.common.errors import CheckpointError
 from data_utils.common.setting_files import one_line, shorten, shown
 from data_utils.tokenizers.special_tokens import SPECIAL_NAMES
 from data_utils.tokenizers.tokenizer import Tokenizer
-from megatron_lite.hf.files.config_json import quiet
-from megatron_lite.hf.files.weights import read_json
+from megatron_lite.hf.common.config_json import quiet
+from megatron_lite.hf.common.weights import read_json
 
 _SUPPORTED = "tokenizers of vocab.txt, vocab.json with merges.txt, spiece.model and tokenizer.json"
 _GENERAL = "TokenizersBackend"  # the class of a model_type without its own
@@ -74,17 +74,14 @@ _SPECIAL = (
 
 
 @dataclass(frozen=True)
-class TokenizerProof:
-    """The result of a comparison, as `proof.json` records it (`as_record`)."""
+class TokenizerComparison:
+    """The result of a comparison, as `proof.json` records it."""
 
     tokenizer_class: str  # that AutoTokenizer chose
     texts: int
     spelled: int  # texts in which only theirs makes a special token of its spelling: the stated exception
     differing: int
     difference: str | None  # the first text that differs, with both ids
-
-    def as_record(self) -> dict[str, Any]:
-        return asdict(self)
 
     def __str__(self) -> str:
         return f"tokenizer equal to {self.tokenizer_class} on {self.texts - self.differing} of {self.texts} texts"
@@ -98,9 +95,9 @@ class TokenizerProof:
             )
 
 
-def tokenizer_proof(
+def compare_tokenizer(
     tokenizer: Tokenizer, directory: Path, more: Sequence[str] = (), copies: Path | None = None
-) -> TokenizerProof:
+) -> TokenizerComparison:
     """Compare a run's tokenizer with `AutoTokenizer.from_pretrained(directory)`, without the tokens around a text.
 
     The texts are those of `awkward_texts` and `more`. Both sides read spelled names of special tokens as text, theirs
@@ -114,9 +111,9 @@ def tokenizer_proof(
     return compare(tokenizer, load_theirs(directory, copies), more)
 
 
-def prove_exported(tokenizer: Tokenizer, directory: Path) -> TokenizerProof:
+def compare_exported(tokenizer: Tokenizer, directory: Path) -> TokenizerComparison:
     """Compare a run's tokenizer with that of its export, loaded in its own right. Raises: CheckpointError."""
-    result = tokenizer_proof(tokenizer, directory)
+    result = compare_tokenizer(tokenizer, directory)
     result.require(
         f"tokenizer.kind {tokenizer.config.kind}",
         "the class of this system has no such tokenizer; --no-verify exports the model with it all the same.",
@@ -124,8 +121,8 @@ def prove_exported(tokenizer: Tokenizer, directory: Path) -> TokenizerProof:
     return result
 
 
-def compare(tokenizer: Tokenizer, theirs: TokenizersBackend, more: Sequence[str] = ()) -> TokenizerProof:
-    """`tokenizer_proof` with a tokenizer of transformers that is loaded already."""
+def compare(tokenizer: Tokenizer, theirs: TokenizersBackend, more: Sequence[str] = ()) -> TokenizerComparison:
+    """`compare_tokenizer` with a tokenizer of transformers that is loaded already."""
     texts = [*awkward_texts(theirs), *more]
     # AutoTokenizer decides the ids, not the files: transformers 5 rebuilds a class's pipeline from options.
     found = encoded(theirs, texts, add_special_tokens=False, split_special_tokens=True)
@@ -148,7 +145,7 @@ def compare(tokenizer: Tokenizer, theirs: TokenizersBackend, more: Sequence[str]
         differing += 1
         if difference is None:
             difference = _described(text, actual, expected)
-    return TokenizerProof(type(theirs).__name__, len(texts), spelled, differing, difference)
+    return TokenizerComparison(type(theirs).__name__, len(texts), spelled, differing, difference)
 
 
 def encoded(theirs: TokenizersBackend, texts: Sequence[str], **options: Any) -> list[list[int]]:

@@ -18,7 +18,7 @@ from data_utils.common.setting_files import one_line
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class Ignored:
     """Names of tensors, or of modules with all that is in them (`.*`).
 
     Args:
@@ -46,39 +46,39 @@ class LeftOut:
 
 # Of any type of number: their values follow from the configuration, or nothing reads them.
 BUFFERS = (
-    LeftOut(("position_ids", "token_type_ids"), "numbers of positions and segments"),
-    LeftOut(("attn.bias", "attn.masked_bias", "crossattention.bias", "crossattention.masked_bias"), "causal masks"),
-    LeftOut(("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached"), "angles of rotary positions"),
-    LeftOut(("encoder.version", "decoder.version", "embed_positions._float_tensor"), "marks of fairseq"),
-    LeftOut(("EncDecAttention.relative_attention_bias.weight",), "a table of distances that no layer reads"),
+    Ignored(("position_ids", "token_type_ids"), "numbers of positions and segments"),
+    Ignored(("attn.bias", "attn.masked_bias", "crossattention.bias", "crossattention.masked_bias"), "causal masks"),
+    Ignored(("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached"), "angles of rotary positions"),
+    Ignored(("encoder.version", "decoder.version", "embed_positions._float_tensor"), "marks of fairseq"),
+    Ignored(("EncDecAttention.relative_attention_bias.weight",), "a table of distances that no layer reads"),
 )  # fmt: skip
 _BERTS, _ROBERTAS = ("bert", "ernie"), ("roberta", "xlm-roberta", "camembert")
 _LLAMAS = ("llama", "mistral", "qwen2", "qwen3", "eurobert", "glm", "glm4")
 # Heads and layers that the class of a directory lacks and another class of the same system has.
 OTHER_CLASS_TENSORS = (
-    LeftOut(("pooler.dense.*",), "a layer on the first token", (*_BERTS, *_ROBERTAS, "electra", "deberta-v2")),
-    LeftOut(("pooler.*",), "a layer on the first token", ("albert",)),
-    LeftOut(("cls.seq_relationship.*",), "a head that compares two segments", _BERTS),
-    LeftOut(("sop_classifier.*",), "a head that compares two segments", ("albert",)),
-    LeftOut(("cls.predictions.*",), "a head that predicts tokens", (*_BERTS, "deberta-v2")),
-    LeftOut(("predictions.*",), "a head that predicts tokens", ("albert",)),
-    LeftOut(("lm_head.*",), "a head that predicts tokens", (*_ROBERTAS, "eurobert")),
-    LeftOut(("lm_predictions.*",), "a head that predicts tokens", ("deberta-v2",)),
-    LeftOut(("generator_predictions.*", "generator_lm_head.*"), "a head that predicts tokens", ("electra",)),
-    LeftOut(("lm_loss.*",), "a head that predicts tokens", ("xlnet",)),
-    LeftOut(("head.*", "decoder.*"), "a head that predicts tokens", ("modernbert",)),
-    LeftOut(("discriminator_predictions.*",), "a head that finds replaced tokens", ("electra",)),
-    LeftOut(("mask_predictions.*",), "a head that finds replaced tokens", ("deberta-v2",)),
-    LeftOut(("embeddings.position_embeddings.weight",), "a table of positions that no input has", ("deberta-v2",)),
-    LeftOut(("embeddings_project.*",), "a product of embeddings that have the width of the blocks", ("electra",)),
-    LeftOut(
+    Ignored(("pooler.dense.*",), "a layer on the first token", (*_BERTS, *_ROBERTAS, "electra", "deberta-v2")),
+    Ignored(("pooler.*",), "a layer on the first token", ("albert",)),
+    Ignored(("cls.seq_relationship.*",), "a head that compares two segments", _BERTS),
+    Ignored(("sop_classifier.*",), "a head that compares two segments", ("albert",)),
+    Ignored(("cls.predictions.*",), "a head that predicts tokens", (*_BERTS, "deberta-v2")),
+    Ignored(("predictions.*",), "a head that predicts tokens", ("albert",)),
+    Ignored(("lm_head.*",), "a head that predicts tokens", (*_ROBERTAS, "eurobert")),
+    Ignored(("lm_predictions.*",), "a head that predicts tokens", ("deberta-v2",)),
+    Ignored(("generator_predictions.*", "generator_lm_head.*"), "a head that predicts tokens", ("electra",)),
+    Ignored(("lm_loss.*",), "a head that predicts tokens", ("xlnet",)),
+    Ignored(("head.*", "decoder.*"), "a head that predicts tokens", ("modernbert",)),
+    Ignored(("discriminator_predictions.*",), "a head that finds replaced tokens", ("electra",)),
+    Ignored(("mask_predictions.*",), "a head that finds replaced tokens", ("deberta-v2",)),
+    Ignored(("embeddings.position_embeddings.weight",), "a table of positions that no input has", ("deberta-v2",)),
+    Ignored(("embeddings_project.*",), "a product of embeddings that have the width of the blocks", ("electra",)),
+    Ignored(
         ("classifier.*", "qa_outputs.*"), "a head of a task",
         (*_BERTS, *_ROBERTAS, "albert", "electra", "deberta-v2", "modernbert", "eurobert", "xlnet", "t5", "mt5"),
     ),
-    LeftOut(("logits_proj.*", "sequence_summary.*"), "a head of a task", ("xlnet",)),
-    LeftOut(("multiple_choice_head.*",), "a head of a task", ("gpt2", "openai-gpt")),
-    LeftOut(("classification_head.*", "qa_outputs.*"), "a head of a task", ("bart", "t5", "mt5")),
-    LeftOut(("score.*",), "a head of a task", ("gpt2", "openai-gpt", *_LLAMAS)),
+    Ignored(("logits_proj.*", "sequence_summary.*"), "a head of a task", ("xlnet",)),
+    Ignored(("multiple_choice_head.*",), "a head of a task", ("gpt2", "openai-gpt")),
+    Ignored(("classification_head.*", "qa_outputs.*"), "a head of a task", ("bart", "t5", "mt5")),
+    Ignored(("score.*",), "a head of a task", ("gpt2", "openai-gpt", *_LLAMAS)),
 )  # fmt: skip
 
 
@@ -97,16 +97,18 @@ def reason(name: str, model_type: str, prefix: str) -> tuple[str, str] | None:
     return None
 
 
-def lines(left_out: Mapping[str, tuple[str, str]], reader: str, doubles: Collection[str]) -> Iterator[str]:
+def ignored_lines(
+    ignored: Mapping[str, tuple[str, str]], reader: str, doubles: Collection[str]
+) -> Iterator[str]:
     """What an import says of tensors that it does not take as they are.
 
     Args:
-        left_out: name -> what `reason` says of it.
+        ignored: name -> what `reason` says of it.
         reader: whose parts they are not.
         doubles: names of those in fp64.
     """
     kinds: dict[str, list[str]] = {}
-    for what, shown in left_out.values():
+    for what, shown in ignored.values():
         kinds.setdefault(what, []).append(shown)
     for what, names in kinds.items():
         distinct = ", ".join(dict.fromkeys(names))

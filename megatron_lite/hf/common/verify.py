@@ -1,6 +1,6 @@
-"""Compares our model with a reference, on the same inputs; one of the two models is in memory at a time.
+"""Compares the outputs of our model with those of a reference on the same inputs, one model in memory at a time.
 
-`ask` functions (glm/proof.py, published/proof.py, models) compute the reference's outputs for a list of inputs; `prove`
+A format's `Checks` compute the reference's outputs (published/verify.py, glm/verify.py, models); `compare_outputs`
 computes ours and judges the differences.
 """
 
@@ -11,17 +11,14 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from data_utils.common.errors import CheckpointError
 from megatron_lite.checkpoint.read import weight_reader
-from megatron_lite.checkpoint.verify import read_checkpoint
-from megatron_lite.config.model import ModelConfig
-from megatron_lite.hf.files.lora import merged_here
-from megatron_lite.hf.files.weights import DTYPES, Weights
+from megatron_lite.hf.common.lora import merged_here
+from megatron_lite.hf.common.weights import Weights
 from megatron_lite.inference.open_run import OpenRun, filled, load_model
 from megatron_lite.transformer.flops import parameter_shapes
 from megatron_lite.transformer.transformer import Transformer
@@ -33,7 +30,7 @@ _SHARE_OF_MEMORY = 0.7  # of the machine's, for a reference in fp64
 
 
 @dataclass(frozen=True)
-class Proof:
+class Comparison:
     """The result of a comparison."""
 
     largest_difference: float
@@ -48,11 +45,11 @@ class Proof:
             f"of {self.rows} rows"
         )
 
-    def joined(self, other: Proof) -> Proof:
+    def joined(self, other: Comparison) -> Comparison:
         """Both comparisons as one."""
         rows = self.rows + other.rows
         agreeing = self.agreement * self.rows + other.agreement * other.rows
-        return Proof(
+        return Comparison(
             max(self.largest_difference, other.largest_difference),
             agreeing / rows,
             rows,
@@ -79,23 +76,23 @@ class Proof:
 
 def compare(
     actual: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANCE, rounding: float = 0.0
-) -> Proof:
-    """Compare two fp32 logit tensors [..., V] of one shape. Args: rounding: as in `Proof`."""
+) -> Comparison:
+    """Compare two fp32 logit tensors [..., V] of one shape. Args: rounding: as in `Comparison`."""
     largest = expected.abs().max().item()
-    limit = Proof(0.0, 1.0, 0, largest, rounding).limit(tolerance)
+    limit = Comparison(0.0, 1.0, 0, largest, rounding).limit(tolerance)
     # The reference's logit of the token that our model prefers: a tie within the limit is no disagreement.
     preferred = expected.gather(-1, actual.argmax(-1, keepdim=True)).squeeze(-1)
     agreeing = preferred >= expected.amax(-1) - limit
     difference = (actual - expected).abs().max().item()
-    return Proof(difference, agreeing.float().mean().item(), agreeing.numel(), largest, rounding)
+    return Comparison(difference, agreeing.float().mean().item(), agreeing.numel(), largest, rounding)
 
 
 @dataclass(frozen=True)
-class Question:
-    """One comparison of a proof.
+class Check:
+    """The reference's outputs on some inputs, and what computes ours.
 
     Args:
-        name: of the inputs, as in INPUTS of proof_report.py.
+        name: of the inputs, as in INPUTS of verify_report.py.
         expected: what the reference computes, [rows, V].
         compute: returns the same of our model, fp32.
     """
@@ -105,13 +102,17 @@ class Question:
     compute: Callable[[Any], torch.Tensor]
 
 
-def prove(
-    ask: Callable[[torch.dtype], Sequence[Question]],
+# The reference's outputs, computed in a type. It holds its model no longer than the call.
+Checks = Callable[[torch.dtype], Sequence[Check]]
+
+
+def compare_outputs(
+    checks: Checks,
     load: Callable[[], Any],
     tolerance: float,
     what: str,
     shapes: Mapping[str, tuple[int, ...]],
-) -> dict[str, Proof]:
+) -> dict[str, Comparison]:
     """Compare two models, of which one is in memory at a time. Raises: CheckpointError unless they are equal.
 
     The reference computes in fp32. Only where the difference is beyond `tolerance`, both models compute again in fp64:
@@ -120,62 +121,35 @@ def prove(
     fp64 shows of them is too little for weights with large activations (SmolLM2: 22,000 in the residual).
 
     Args:
-        ask: returns what the reference computes in a type; it holds its model no longer than the call.
         load: returns our model.
         shapes: of its parameters; there is no fp64 where the machine's memory does not hold them.
-    Returns: name of a comparison -> its result.
+    Returns: name of the inputs -> the result.
     """
     # The reference computes before our model is loaded, so that one of them is in memory.
-    questions = list(ask(torch.float32))
-    ours = _compute(load(), questions)
-    comparisons = _compare_all(questions, ours, tolerance, [0.0] * len(questions))
+    expected = list(checks(torch.float32))
+    ours = _compute(load(), expected)
+    comparisons = _compare_all(expected, ours, tolerance, [0.0] * len(expected))
     # fp64 takes twice the memory, so rounding is measured only where there is a difference. A fixed, larger
     # tolerance would hide errors in models that round little.
     if not _all_hold(comparisons, tolerance) and _fits_in_fp64(shapes):
         # XLNet's class computes in fp32 only: no more is allowed then.
         with contextlib.suppress(CheckpointError):
-            exact = ask(torch.float64)
-            roundings = [_difference(q.expected, e.expected) for q, e in zip(questions, exact, strict=True)]
-            comparisons = _compare_all(questions, ours, tolerance, roundings)
+            exact = checks(torch.float64)
+            roundings = [_difference(q.expected, e.expected) for q, e in zip(expected, exact, strict=True)]
+            comparisons = _compare_all(expected, ours, tolerance, roundings)
             if not _all_hold(comparisons, tolerance) and isinstance(model := load(), Transformer):
-                our_roundings = map(_difference, ours, _compute(model.double(), questions))
+                our_roundings = map(_difference, ours, _compute(model.double(), expected))
                 larger = list(map(max, roundings, our_roundings))
-                comparisons = _compare_all(questions, ours, tolerance, larger)
+                comparisons = _compare_all(expected, ours, tolerance, larger)
     for name, result in comparisons.items():
         result.require(tolerance, what if name == "logits" else f"{what} ({name})")
     return comparisons
 
 
-def prove_import(
-    ask: Callable[[torch.dtype], Sequence[Question]],
-    checkpoint: Path,
-    config: ModelConfig,
-    source: Path,
-    tolerance: float,
-) -> Proof:
-    """As `prove`, of a directory and the checkpoint of one Transformer that was imported from it."""
-    saved = read_checkpoint(checkpoint)
-    what = f"the import of {source}"
-    return joined(prove(ask, lambda: load_model(saved, config), tolerance, what, saved.shapes))
+def load_transformer(run: OpenRun, dtype: torch.dtype) -> Transformer:
+    """The model of a run with weights as a file of `dtype` has them: rounded to it, with updates of LoRA added before.
 
-
-def prove_export(
-    ask: Callable[[torch.dtype], Sequence[Question]], run: OpenRun, dtype: str, tolerance: float
-) -> dict[str, Proof]:
-    """As `prove`, of a run of one Transformer and its export. Args: dtype: a key of DTYPES, of the export's weights."""
-    return prove(
-        ask,
-        lambda: _exported_model(run, DTYPES[dtype]),
-        tolerance,
-        f"the export of {run.checkpoint.path}",
-        run.checkpoint.shapes,
-    )
-
-
-def _exported_model(run: OpenRun, dtype: torch.dtype) -> Transformer:
-    """Our model with the weights as the export has them: rounded to its type, updates of LoRA added before that.
-
-    A proof compares two computations, not two precisions.
+    A comparison is of two computations, not of two precisions.
     """
     checkpoint, config = run.checkpoint, run.config.model
     if config.lora is None or dtype == torch.float32:
@@ -186,22 +160,22 @@ def _exported_model(run: OpenRun, dtype: torch.dtype) -> Transformer:
     return filled(model, parameter_shapes(model.config), lambda name: read(name).to(dtype).float())
 
 
-def _all_hold(comparisons: Mapping[str, Proof], tolerance: float) -> bool:
+def _all_hold(comparisons: Mapping[str, Comparison], tolerance: float) -> bool:
     return all(result.holds(tolerance) for result in comparisons.values())
 
 
 @torch.no_grad()
-def _compute(model: Any, questions: Sequence[Question]) -> list[torch.Tensor]:
-    return [question.compute(model) for question in questions]
+def _compute(model: Any, checks: Sequence[Check]) -> list[torch.Tensor]:
+    return [check.compute(model) for check in checks]
 
 
 def _compare_all(
-    questions: Sequence[Question], ours: Sequence[torch.Tensor], tolerance: float, roundings: Sequence[float]
-) -> dict[str, Proof]:
-    """Results by name; several questions of one name are one comparison."""
-    comparisons: dict[str, Proof] = {}
-    for question, actual, rounding in zip(questions, ours, roundings, strict=True):
-        result, name = compare(actual, question.expected, tolerance, rounding), question.name
+    checks: Sequence[Check], ours: Sequence[torch.Tensor], tolerance: float, roundings: Sequence[float]
+) -> dict[str, Comparison]:
+    """Results by name; several checks of one name are one comparison."""
+    comparisons: dict[str, Comparison] = {}
+    for check, actual, rounding in zip(checks, ours, roundings, strict=True):
+        result, name = compare(actual, check.expected, tolerance, rounding), check.name
         comparisons[name] = comparisons[name].joined(result) if name in comparisons else result
     return comparisons
 
@@ -217,7 +191,7 @@ def _fits_in_fp64(shapes: Mapping[str, tuple[int, ...]]) -> bool:
     return 8 * sum(map(math.prod, shapes.values())) < _SHARE_OF_MEMORY * memory_bytes
 
 
-def joined(comparisons: Mapping[str, Proof]) -> Proof:
+def joined(comparisons: Mapping[str, Comparison]) -> Comparison:
     """All comparisons as one."""
     first, *others = comparisons.values()
     for other in others:

@@ -14,8 +14,8 @@ import torch
 from megatron_lite.config.lora import LORA, PARTS, WHOLE, LoraConfig, class_layers
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.hf.files.system_table import SAME, TRANSPOSED, WeightTransform
-from megatron_lite.hf.files.weights import SCORE, TASK_CLASSIFIER, Weights
+from megatron_lite.hf.common.system_table import SAME, TRANSPOSED, WeightTransform
+from megatron_lite.hf.common.weights import SCORE, TASK_CLASSIFIER, Weights
 from megatron_lite.transformer.flops import parameter_shapes
 from megatron_lite.transformer.tensor_parallel import partition_of
 from megatron_lite.transformer.transformer import Transformer
@@ -101,6 +101,14 @@ def merged_here(weights: Weights, model: Transformer) -> Callable[[str], torch.T
         return torch.cat(blocks)
 
     return read
+
+
+def merged_model(weights: Weights, config: ModelConfig) -> Weights:
+    """The weights of a model with its updates added, under our names. Args: config: with `lora`, if it has updates."""
+    if config.lora is None:
+        return weights
+    base, updates = split_updates(weights)
+    return merged(base, updates, own_modules(config, lambda name: name), config.lora)
 
 
 def merged(theirs: Weights, updates: Weights, modules: Modules, settings: LoraConfig) -> Weights:

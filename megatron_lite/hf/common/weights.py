@@ -27,8 +27,8 @@ from data_utils.common.progress import progress_bar
 from data_utils.common.setting_files import one_line
 from data_utils.common.untrusted import conform, open_regular, parse_json, read_bounded
 from megatron_lite.checkpoint.tensor_files import write_tensors
-from megatron_lite.hf.files.left_out import is_buffer, listed
-from megatron_lite.hf.files.tokenizer_sizes import check_tokenizer_sizes
+from megatron_lite.hf.common.ignored_tensors import is_buffer, listed
+from megatron_lite.hf.common.untrusted_tokenizer import check_tokenizer_files
 
 WORDS = "embedding.word_embeddings.weight"  # our only parameter with padding rows
 TASK_CLASSIFIER, SCORE = "heads.task.classifier.", "score."  # a task's head, here and in transformers
@@ -43,6 +43,7 @@ MAX_JSON_BYTES = 16 << 20
 MAX_TENSORS = 20_000  # of a file, an index or a model: 126 layers of Llama have 1,138
 _MAX_NAMES_BYTES = 8 << 20  # of the part of a file that names its tensors
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SAME_MODEL = "fetch config.json and the weights of one model"  # the remedy where the two differ
 METADATA = {"format": "pt"}  # transformers loads no safetensors file without it
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _FLOATS = frozenset(("F64", "F32", "F16", "BF16"))  # as safetensors names them
@@ -71,6 +72,10 @@ class Weights:
         """The same tensors under other names: new name -> old name."""
         shapes = {new: self.shapes[old] for new, old in names.items()}
         return replace(self, shapes=shapes, read=lambda new: self.read(names[new]))
+
+    def without_prefix(self, prefix: str) -> Weights:
+        """The tensors whose names begin with a prefix, without it."""
+        return self.renamed({n.removeprefix(prefix): n for n in self.shapes if n.startswith(prefix)})
 
     def with_rows(self, name: str, rows: int) -> Weights:
         """Tensor `name` cut, or filled with zeros, to `rows` rows."""
@@ -117,7 +122,7 @@ def open_directory(directory: Path) -> Weights:
             weights = _open_shards(index, open_file) if index.exists() else open_file(file)
             rows = max((size for shape in weights.shapes.values() for size in shape), default=0)
             for place in (directory, directory / TRAINING_TOKENIZER):
-                check_tokenizer_sizes(place, rows)
+                check_tokenizer_files(place, rows)
             return _require_unwrapped(weights, index if index.exists() else file)
     raise CheckpointError(
         f"{directory} has neither model.safetensors nor pytorch_model.bin, whole or sharded; "
@@ -342,13 +347,16 @@ def _without_buffers(
 
 
 def check_shapes(
-    weights: Weights, expected: Mapping[str, tuple[int, ...]], origin: Path, model: str = "GLM"
+    weights: Weights,
+    expected: Mapping[str, tuple[int, ...]],
+    origin: Path,
+    model: str = "GLM",
+    remedy: str = "",
 ) -> None:
     """Raise CheckpointError unless `weights` has exactly the tensors of `expected`."""
     if problems := shape_problems(weights, expected):
-        raise CheckpointError(
-            f"{origin}: {'; '.join(problems)}; it does not hold a {model} of this configuration."
-        )
+        what = f"it does not hold a {model} of this configuration"
+        raise CheckpointError(f"{origin}: {'; '.join([*problems, what, *[remedy] * bool(remedy)])}.")
 
 
 def shape_problems(weights: Weights, expected: Mapping[str, tuple[int, ...]]) -> list[str]:

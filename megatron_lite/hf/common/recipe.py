@@ -25,7 +25,7 @@ from data_utils.objectives import OBJECTIVES
 from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig
 from megatron_lite.config.removed import current
 from megatron_lite.config.tree import Config
-from megatron_lite.hf.files.weights import TRAINING_JSON, read_json
+from megatron_lite.hf.common.weights import TRAINING_JSON, read_json
 from megatron_lite.inference.open_run import OpenRun
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ RECIPE: Mapping[str, tuple[str, ...] | None] = {
     "task": (
         "name", "kind", "reader", "labels", "text_fields", "label_field", "form", "pattern", "template", "verbalizers",
         "scoring", "length_power", "loss", "mask", "sequence_length", "target_length", "question_length",
-        "answer_length", "stride", "bidirectional", "masked_ratio", "target_mask_prob", "blank_ratio", "metrics",
+        "answer_length", "stride", "masked_ratio", "target_mask_prob", "blank_ratio", "metrics",
     ),
     **dict.fromkeys(OBJECTIVES),
 }  # fmt: skip

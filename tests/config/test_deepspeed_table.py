@@ -1,4 +1,4 @@
-"""The table of DeepSpeed's options against the installed DeepSpeed: names, defaults, types, and who reads what."""
+"""The table of DeepSpeed's options against the installed DeepSpeed: names, types, and who reads what."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import pytest
 from support.configs import tiny
 from support.distributed import run_ranks
 
-from megatron_lite.config.deepspeed_file import sort_options
-from megatron_lite.config.deepspeed_keys import ALIASES, FORMER_FLAGS, KEYS, OPTION_TYPES, Policy
-from megatron_lite.config.deepspeed_sorting import ignored_keys
+from megatron_lite.config.deepspeed_table import OPTION_TYPES, Policy, sort_options, table
 from megatron_lite.engine.plain import make_engine
 
 
@@ -38,46 +36,31 @@ FIELDS = [
     for name, field in model.model_fields.items()
     if f"{section}.{name}" not in deepspeed_models()
 ]
-# DeepSpeed's own default is not one here, since the key decides a setting.
-DECIDED_HERE = [key for key, row in KEYS.items() if row.policy in (Policy.SETTING, Policy.PASSED_ON)]
+KEYS = table().options
 
 
 def todays(key: str) -> str:
-    return FORMER_FLAGS[key][0] if key in FORMER_FLAGS else ALIASES.get(key, key)
+    return table().former_flags[key][0] if key in table().former_flags else table().former.get(key, key)
 
 
 def test_each_field_of_deepspeed_has_a_policy():
     assert {todays(key) for key, _ in FIELDS} <= KEYS.keys()
 
 
-def defaults():
-    """Key -> DeepSpeed's default, where a file may give it: without objects, and keys that decide a setting."""
-    for key, field in FIELDS:
-        row, default = KEYS[todays(key)], field.get_default(call_default_factory=True)
-        is_object = (
-            row.type_name == "text" and row.policy is Policy.NO_EFFECT and not isinstance(default, str)
-        )
-        is_given = default is not None and not is_object and row.type_name != "free"
-        if is_given and key not in DECIDED_HERE and key not in FORMER_FLAGS:
-            yield pytest.param(row, default, id=key)
+PLAIN = {bool: ("flag",), float: ("number", "share"), str: ("dtype", "device")}
 
 
-@pytest.mark.parametrize(("row", "default"), defaults())
-def test_a_default_of_deepspeed_sets_nothing(row, default):
-    assert default in row.harmless, f"{default} would be said to have no effect"
+TYPED = [(key, field) for key, field in FIELDS if KEYS[todays(key)].type_name != "any"]
 
 
-PLAIN = {bool: ("flag",), float: ("number", "share"), str: ("text", "dtype", "device")}
-
-
-@pytest.mark.parametrize(("key", "field"), FIELDS, ids=[key for key, _ in FIELDS])
+@pytest.mark.parametrize(("key", "field"), TYPED, ids=[key for key, _ in TYPED])
 def test_types_are_deepspeeds(key, field):
     arguments = [
         arg for arg in typing.get_args(field.annotation) if arg is not type(None) and isinstance(arg, type)
     ]
     kind = arguments[0] if len(arguments) == 1 else field.annotation
     row = KEYS[todays(key)]
-    if kind in PLAIN and key not in FORMER_FLAGS:
+    if kind in PLAIN and key not in table().former_flags:
         assert row.type_name in PLAIN[kind]
     elif kind is int:
         assert OPTION_TYPES[row.type_name][0] is int
@@ -116,23 +99,13 @@ def test_each_section_that_deepspeed_looks_up_has_a_policy():
     asked = Asked.asked | set(theirs._REMOVED_TOP_LEVEL_CONFIG_KEYS)
     asked |= {f"zero_optimization.{key}" for key in theirs._REMOVED_ZERO_CONFIG_KEYS}
     assert len(asked) > 60
-    known = {*KEYS, *ALIASES, *FORMER_FLAGS} | {key.rpartition(".")[0] for key in KEYS}
+    known = {*KEYS, *table().former, *table().former_flags} | {key.rpartition(".")[0] for key in KEYS}
     assert asked <= known
-
-
-def test_deepspeed_ignores_what_is_ignored_here():
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    ignored = {"backend": "nccl", "disable_fused_adam": True, "own_feature": {"enabled": False}}
-    assert ignored_keys(ignored) == list(ignored)
-    one, other = (DeepSpeedConfig({"train_batch_size": 1, **more}) for more in ({}, ignored))
-    assert one.zero_config == other.zero_config and one.optimizer_name == other.optimizer_name
-    assert not any(hasattr(other, key) for key in ignored)
 
 
 # A value that is neither DeepSpeed's default nor one that sets nothing, by kind
 OTHER: dict[str, Any] = {
-    "flag": True, "number": 7.0, "count": 7, "size": 7, "depth": 7, "text": "x", "dtype": "bf16",
+    "flag": True, "number": 7.0, "count": 7, "size": 7, "depth": 7, "dtype": "bf16",
 }  # fmt: skip
 
 
@@ -199,5 +172,4 @@ def test_dictionary_has_handed_options_of_the_stage_alone():
     options = sort_options(nested)
     assert not options.problems
     assert options.for_deepspeed(1) == {} and options.for_deepspeed(3) == nested
-    asked = {key for key, value in given.items() if value not in KEYS[key].harmless}
-    assert options.without_effect(1).keys() == asked and options.without_effect(3) == {}
+    assert options.without_effect(1).keys() == given.keys() and options.without_effect(3) == {}

@@ -14,7 +14,7 @@ from data_utils.objectives import ObjectiveChoice
 from megatron_lite.checkpoint.manifest import Checkpoint
 from megatron_lite.config.lora import LORA
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.hf.files.provenance import provenance, task_of
+from megatron_lite.hf.common.provenance import provenance, task_of
 from megatron_lite.inference.open_run import OpenRun, blank_shares, objective_names
 from megatron_lite.telemetry.records import valid_records
 

@@ -1,4 +1,4 @@
-"""Proof of a directory of GLM's own classes: published/proof.py has those of published systems, and what both share.
+"""Outputs of GLM's own class for a directory, and of the reference's arithmetic, to compare ours with.
 
     logits           with both position ids handed over
     default inputs   tokens and a mask alone, padded on the left: positions are the class's own
@@ -7,7 +7,7 @@
     head             the head of a task
 
 For models that fill blanks, generation is compared with `BlankFiller`. The pipeline obeys generation_config.json, which
-is ours in an export only.
+is ours in an export only. Inputs and checks that classes of other systems have too are in published/verify.py.
 """
 
 from __future__ import annotations
@@ -34,73 +34,66 @@ from data_utils.tokenizers.special_tokens import SpecialTokens
 from data_utils.tokenizers.tokenizer import Tokenizer
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.hf.files.config_json import by_transformers
-from megatron_lite.hf.files.proof import Question
-from megatron_lite.hf.files.weights import Weights
+from megatron_lite.hf.common.config_json import by_transformers
+from megatron_lite.hf.common.verify import Check
+from megatron_lite.hf.common.weights import Weights
 from megatron_lite.hf.glm.modeling_glm import GLMForBlankInfilling, GLMForSequenceClassification
 from megatron_lite.hf.glm.pipeline_glm import BlankInfillingPipeline
 from megatron_lite.hf.glm.released import reference_logits
 from megatron_lite.hf.glm.tokenizer_files import exported_tokenizer
-from megatron_lite.hf.published.proof import generated, pad_texts, texts_to_batch
+from megatron_lite.hf.published.verify import generated, logits_check, task_check
+from megatron_lite.hf.published.verify_inputs import default_inputs, is_token, text_batch
 from megatron_lite.inference.filling import BlankFiller, blank_context
 from megatron_lite.transformer.attention_backends.layout import allowed
-from megatron_lite.transformer.batch import Batch
-from megatron_lite.transformer.predictions import task_outputs
-from megatron_lite.transformer.transformer import MicroBatch, Transformer
+from megatron_lite.transformer.transformer import Transformer
 
 _STEPS = 4  # tokens that are written for a blank
 _LONGEST = 24  # tokens of a text
 
 
 @torch.no_grad()
-def ask(
-    directory: Path,
-    config: ModelConfig,
-    tokenizer: Tokenizer | None,
-    *,
-    is_export: bool,
-    dtype: torch.dtype = torch.float32,
-) -> list[Question]:
-    """Outputs of GLM's classes of transformers for a directory's model.
+def glm_checks(
+    directory: Path, config: ModelConfig, dtype: torch.dtype, *, tokenizer: Tokenizer | None, is_export: bool
+) -> list[Check]:
+    """Outputs of GLM's classes of transformers for a directory's model, computed in `dtype`.
 
     Args:
         config: of our model.
-        tokenizer: of a run that fills blanks, whose files the directory has; None: generation is not asked.
+        tokenizer: of a run that fills blanks, whose files the directory has; None: generation is not compared.
     """
-    batch = proof_batch(config)
+    batch, texts = span_batch(config), text_batch(config, seed=1)
     with by_transformers(directory):
         theirs: Any = GLMForBlankInfilling.from_pretrained(directory, dtype=dtype).eval()
         logits = theirs(**class_inputs(batch), use_cache=False).logits
-        questions = [Question("logits", logits, lambda model: training_logits(model, batch))]
-        questions.append(_default_input_question(theirs, config))
+        ids, mask = default_inputs(theirs, texts, "left")  # where a wrong default of positions shows
+        defaults = theirs(input_ids=ids, attention_mask=mask).logits
+        checks = [
+            logits_check("logits", logits[is_token(batch)], batch, is_token(batch)),
+            logits_check("default inputs", defaults[mask.bool()], texts, is_token(texts)),
+        ]
         if tokenizer is not None:
             fast: Any = exported_tokenizer(tokenizer, directory)
-            questions.append(_generation_question(theirs, fast, tokenizer, config))
+            checks.append(_generation_check(theirs, fast, tokenizer, config))
             if is_export:
-                questions.append(_pipeline_question(theirs, fast, tokenizer, config))
-    del theirs
-    if config.task_head.type != "none":
-        questions.append(_head_question(directory, batch, dtype))
-    return questions
+                checks.append(_pipeline_check(theirs, fast, tokenizer, config))
+        del theirs
+        if config.task_head.type != "none":
+            tuned = GLMForSequenceClassification.from_pretrained(directory, dtype=dtype).eval()
+            checks.append(task_check(tuned(**class_inputs(batch)), config, batch))
+    return checks
 
 
-def ask_released(shards: Sequence[Weights], config: ModelConfig, dtype: torch.dtype) -> list[Question]:
+@torch.no_grad()
+def released_checks(shards: Sequence[Weights], config: ModelConfig, dtype: torch.dtype) -> list[Check]:
     """Logits of weights in the released layout, by the reference's arithmetic."""
-    batch = proof_batch(config)
-    logits = released_logits(shards, config, batch, dtype)
-    return [Question("logits", logits, lambda model: training_logits(model, batch))]
-
-
-def _default_input_question(theirs: Any, config: ModelConfig) -> Question:
-    """Tokens and a mask alone, padded on the left, where a wrong default of positions shows."""
-    assert config.vocab_size is not None
-    rng, longest = np.random.default_rng(1), min(_LONGEST, config.max_position + 1)
-    lengths = (longest, max(1, longest // 2))
-    texts = [rng.integers(0, config.vocab_size, length).astype(np.int32) for length in lengths]
-    batch, (ids, mask) = texts_to_batch(config, texts), pad_texts(texts, 0, "left")
-    is_token = torch.from_numpy(batch[:, DOC] != PADDING_DOC)
-    expected = theirs(input_ids=ids, attention_mask=mask).logits[mask.bool()]
-    return Question("default inputs", expected, lambda model: training_logits(model, batch)[is_token])
+    batch = span_batch(config)
+    doc = batch[:, DOC]
+    visible = torch.from_numpy(allowed(doc, batch[:, ORD], np.zeros_like(doc)))
+    tokens, positions, blocks = (
+        _int64_field(batch, field) for field in (TOKENS, POSITION_IDS, BLOCK_POSITION_IDS)
+    )
+    logits = reference_logits(shards, config, tokens, positions, blocks, visible, dtype)
+    return [logits_check("logits", logits[is_token(batch)], batch, is_token(batch))]
 
 
 def _contexts(tokenizer: Tokenizer, config: ModelConfig) -> list[tuple[str, list[int]]]:
@@ -132,7 +125,7 @@ def _span_logits(
     return filler.write(filler.encoded([context]), [[special.sop, *span]], [blank])[0]
 
 
-def _generation_question(theirs: Any, fast: Any, tokenizer: Tokenizer, config: ModelConfig) -> Question:
+def _generation_check(theirs: Any, fast: Any, tokenizer: Tokenizer, config: ModelConfig) -> Check:
     """Greedy, with the class's cache. Our model then reads what the class generated, in one pass."""
     contexts, special = [context for _, context in _contexts(tokenizer, config)], tokenizer.special
     inputs = fast.build_inputs_for_generation({"input_ids": contexts})
@@ -143,10 +136,10 @@ def _generation_question(theirs: Any, fast: Any, tokenizer: Tokenizer, config: M
         pairs = zip(contexts, written, strict=True)
         return torch.cat([_span_logits(model, special, context, span[:-1]) for context, span in pairs])
 
-    return Question("generation", expected, compute)
+    return Check("generation", expected, compute)
 
 
-def _pipeline_question(theirs: Any, fast: Any, tokenizer: Tokenizer, config: ModelConfig) -> Question:
+def _pipeline_check(theirs: Any, fast: Any, tokenizer: Tokenizer, config: ModelConfig) -> Check:
     """0 at each step: by how much our best token is likelier than the token that the pipeline chose, ties apart."""
     special, contexts = tokenizer.special, _contexts(tokenizer, config)
     fill = BlankInfillingPipeline(model=theirs, tokenizer=fast, max_new_tokens=_STEPS)
@@ -167,26 +160,10 @@ def _pipeline_question(theirs: Any, fast: Any, tokenizer: Tokenizer, config: Mod
         return torch.cat(behind)[:, None]
 
     count = sum(len(span) + (len(span) < _STEPS) for (span,) in spans)
-    return Question("pipeline", torch.zeros(count, 1), compute)
+    return Check("pipeline", torch.zeros(count, 1), compute)
 
 
-def _head_question(directory: Path, batch: np.ndarray, dtype: torch.dtype) -> Question:
-    """A task's head, on the first token of each sequence."""
-    with by_transformers(directory):
-        theirs = GLMForSequenceClassification.from_pretrained(directory, dtype=dtype).eval()
-        expected = theirs(**class_inputs(batch)).logits
-
-    def compute(model: Transformer) -> torch.Tensor:
-        states, first = training_states(model, batch)[0][:, 0], torch.arange(len(batch))
-        return task_outputs(model.heads, [states], first, model.final_layernorm, None).float()
-
-    return Question("head", expected, compute)
-
-
-# Inputs, and what both models compute of them
-
-
-def proof_batch(config: ModelConfig, seed: int = 0) -> np.ndarray:
+def span_batch(config: ModelConfig, seed: int = 0) -> np.ndarray:
     """int32 [3, fields, S], as Batch.
 
     The sequences: part A and two spans, padded; part A and one span, without padding; part A alone, padded.
@@ -217,33 +194,6 @@ def proof_batch(config: ModelConfig, seed: int = 0) -> np.ndarray:
             start += span
     batch[:, WEIGHTS].view(np.float32)[:] = 1.0
     return batch
-
-
-def training_logits(model: Transformer, batch: np.ndarray) -> torch.Tensor:
-    """Logits of our model, fp32 [B, S, vocab_size], of padding too."""
-    return training_states(model, batch)[1]
-
-
-@torch.no_grad()
-def training_states(model: Transformer, batch: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last block's output [B, S, D], and the logits [B, S, vocab_size]."""
-    inputs = MicroBatch.from_batch(Batch(batch), torch.device("cpu"), model.config, kernel="dense")
-    hidden = model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)
-    logits = model.logits(hidden).float()
-    return hidden.unflatten(0, (len(batch), -1)), logits.unflatten(0, (len(batch), -1))
-
-
-@torch.no_grad()
-def released_logits(
-    shards: Sequence[Weights], config: ModelConfig, batch: np.ndarray, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
-    """Logits of weights in the released layout, by the reference's arithmetic."""
-    doc = batch[:, DOC]
-    visible = torch.from_numpy(allowed(doc, batch[:, ORD], np.zeros_like(doc)))
-    tokens, positions = _int64_field(batch, TOKENS), _int64_field(batch, POSITION_IDS)
-    return reference_logits(
-        shards, config, tokens, positions, _int64_field(batch, BLOCK_POSITION_IDS), visible, dtype
-    )
 
 
 def class_inputs(batch: np.ndarray) -> dict[str, torch.Tensor]:
