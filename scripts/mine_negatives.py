@@ -109,6 +109,8 @@ def main() -> None:
     queries, positives = [], []
     for number, record in enumerate(records, start=1):
         texts = [located_texts(record, name, number) for name in (query, positive)]
+        if len(texts[0]) > 1:
+            raise DataError(f"record {number}: field {query!r} holds {len(texts[0])} texts; a query is one.")
         queries.append(texts[0][0])
         positives.append(texts[1])
     vectors = open_vectors(arguments.query_vectors, "--query-vectors", len(queries), "records")
