@@ -75,10 +75,11 @@ def main() -> int:
     tree = settings_of(arguments.overrides, path)
     # Imported here: mistakes in the arguments must not wait for torch.
     from megatron_lite.embedding.embedder import TextFormat, embedding_config
-    from megatron_lite.embedding.files import Job, TextFiles, embed_files
+    from megatron_lite.embedding.files import Job, TextFiles, embed_files, use_one_thread
     from megatron_lite.finetune.checkpoints import opened
 
     files = TextFiles(arguments.input, arguments.text_key)
+    use_one_thread()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up as for Ctrl-C
     try:
         with opened(path, arguments.tokenizer, tree) as run:

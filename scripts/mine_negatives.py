@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
 """Mine hard negatives of text pairs: the nearest documents that do not belong to a query. See docs/data_text_pairs.md.
 
-    python scripts/embed.py --checkpoint runs/v1 --input pairs.jsonl --text-key query --output queries.npy
-    python scripts/embed.py --checkpoint runs/v1 --input pairs.jsonl --text-key positive --output documents.npy
     python scripts/mine_negatives.py --input pairs.jsonl --query-vectors queries.npy \
         --document-vectors documents.npy --negatives 4 --output mined.jsonl
 
-The documents are the positives of the pairs, or the texts of --documents, which must hold all positives.
+A row of vectors is of one text, in the order of the records. The documents are the positives of the pairs, or the texts
+of --documents, which must hold all positives.
 """
 
 from __future__ import annotations
@@ -110,6 +109,8 @@ def main() -> None:
     queries, positives = [], []
     for number, record in enumerate(records, start=1):
         texts = [located_texts(record, name, number) for name in (query, positive)]
+        if len(texts[0]) > 1:
+            raise DataError(f"record {number}: field {query!r} holds {len(texts[0])} texts; a query is one.")
         queries.append(texts[0][0])
         positives.append(texts[1])
     vectors = open_vectors(arguments.query_vectors, "--query-vectors", len(queries), "records")
@@ -119,16 +120,16 @@ def main() -> None:
             f"--query-vectors have {vectors.shape[1]} numbers and --document-vectors {documents.vectors.shape[1]}; "
             "make both with one model."
         )
-    texts, counts = list(documents.numbers), [0] * (arguments.negatives + 1)
+    names, counts = list(documents.numbers), [0] * (arguments.negatives + 1)
     mined = mine(queries, vectors, positives, documents, arguments.negatives, arguments.margin)
     with disk_errors(arguments.output), new_file(Path(arguments.output)) as file:
         for record, (numbers, _) in zip(records, mined, strict=True):
             counts[len(numbers)] += 1
-            negatives = [texts[number] for number in numbers]
+            negatives = [names[number] for number in numbers]
             file.write(orjson.dumps({**record, "negatives": negatives}) + b"\n")
     fewer = sum(counts[:-1])
     print(
-        f"{arguments.output}: {len(records):,} records of {len(texts):,} documents; {fewer:,} have fewer than "
+        f"{arguments.output}: {len(records):,} records of {len(names):,} documents; {fewer:,} have fewer than "
         f"{arguments.negatives} negatives"
     )
 

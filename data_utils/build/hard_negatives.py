@@ -51,9 +51,7 @@ def unit(vectors: np.ndarray) -> np.ndarray:
     vectors = np.asarray(vectors, np.float32)
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     if not np.isfinite(norms).all():
-        raise DataError(
-            f"row {int(np.argmin(np.isfinite(norms)))} of a block of vectors is not finite; make it again."
-        )
+        raise DataError("the vectors have numbers that are not finite; make them again.")
     return vectors / np.maximum(norms, np.float32(1e-12))
 
 
@@ -62,13 +60,11 @@ def open_vectors(path: str, option: str, rows: int, of: str) -> np.ndarray:
     try:
         vectors = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
-        raise DataError(
-            f"{option} {path}: not a readable .npy file ({error}); write it with scripts/embed.py."
-        ) from None
+        raise DataError(f"{option} {path}: not a readable .npy file ({error}); make it again.") from None
     if vectors.ndim != 2 or vectors.dtype.kind != "f" or len(vectors) != rows:
         raise DataError(
             f"{option} {path} has {vectors.dtype} {vectors.shape}, but there are {rows} {of}; it must have a row of "
-            "floats for each: write it with scripts/embed.py."
+            "floats for each; make it again."
         )
     return vectors
 

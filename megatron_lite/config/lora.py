@@ -15,12 +15,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from data_utils.common.setting_files import shown
 from data_utils.common.settings import REQUIRED, check, checked, setting
 
-ModelConfig = Config = Any  # of model.py and tree.py, which import this file: imports go one way
+if TYPE_CHECKING:  # they import this module
+    from megatron_lite.config.model import ModelConfig
+    from megatron_lite.config.tree import Config
+
 LORA = ".lora."  # in the names of the parameters of updates, and of no others
 WHOLE = "whole"  # the update of a layer that the class has as one module too
 # Our layers that classes have as several modules, and what each computes.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from data_utils.common.setting_files import shown
 from data_utils.common.settings import check, checked, setting
 
-ModelConfig = Config = Any  # of model.py and tree.py, which import this file: imports go one way
+if TYPE_CHECKING:  # they import this module
+    from megatron_lite.config.model import ModelConfig
+    from megatron_lite.config.tree import Config
+
 OF_TEXTS = ("classes", "values")  # the types that read a whole text
 TYPES = ("none", *OF_TEXTS, "tags", "spans")
 

@@ -36,8 +36,8 @@ from data_utils.objectives.own_corpora import TEXT_PAIRS
 from data_utils.tasks.config import TaskConfig
 from data_utils.tokenizers.tokenizer_readers import TokenizerConfig
 from megatron_lite.config.deepspeed_file import with_deepspeed
-from megatron_lite.config.deepspeed_keys import ALIASES, KEYS
 from megatron_lite.config.deepspeed_options import deepspeed_options
+from megatron_lite.config.deepspeed_table import table
 from megatron_lite.config.embedding import EmbeddingConfig
 from megatron_lite.config.finetuning import FinetuneConfig
 from megatron_lite.config.generation import GenerationConfig
@@ -383,8 +383,8 @@ def load_file(path: str | Path) -> dict[str, Any]:
     tree = load_yaml(path)
     names = fields_by_key(Config)
     others = [str(key) for key in tree if key not in names]
-    deepspeeds = {key.partition(".")[0] for key in (*KEYS, *ALIASES)}
-    if others and suffix not in (".yaml", ".yml") and 2 * len(deepspeeds.intersection(tree)) > len(tree):
+    is_foreign = bool(others) and suffix not in (".yaml", ".yml")
+    if is_foreign and 2 * len(table().top_level.intersection(tree)) > len(tree):
         raise ConfigError(f"{path} is a DeepSpeed file; pass it as --deepspeed_config {path}.")
     if len(others) < _FEW or 2 * len(others) <= len(tree):
         return tree  # with mistakes, which are named one by one

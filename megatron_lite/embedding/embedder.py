@@ -86,6 +86,11 @@ class TextFormat:
                 "raise it, or shorten the prompt.",
             )
 
+    @property
+    def reads_empty_texts(self) -> bool:
+        """Whether a text without a token has special tokens, and so a vector."""
+        return self._overhead > 0
+
     def described(self) -> dict[str, Any]:
         """What its documents and vectors depend on besides texts and tokenizer, as JSON."""
         input_format = self._inputs.input_format
@@ -109,7 +114,7 @@ class TextFormat:
         found = []
         for text, end, length in zip(texts, np.cumsum(lengths), lengths, strict=True):
             tokens = ids[end - length : end][:most].tolist()
-            if not self._overhead and not tokens:
+            if not tokens and not self.reads_empty_texts:
                 raise DataError(f"the text {text[:40]!r} has no token; remove it.")
             found.append(TextDocument(self._example(tokens), self._left_out))
         return found

@@ -189,8 +189,12 @@ def _start_worker(job: Job, numbers: Any) -> None:
     _embedder = _start(job, number)
 
 
+def use_one_thread() -> None:
+    """Called before anything computes: sums depend on the number of threads, and a fork with others' waits forever."""
+    torch.set_num_threads(1)
+
+
 def _start(job: Job, number: int) -> Embedder:
-    torch.set_num_threads(1)  # sums depend on the number of threads
     count = torch.cuda.device_count()
     return job.embedder(torch.device("cuda", number % count) if count else torch.device("cpu"))
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +24,16 @@ import torch
 import transformers
 
 from data_utils.common.errors import CheckpointError
-from data_utils.common.files import remove_directory
-from data_utils.common.setting_files import shown
-from data_utils.common.settings import build, merge
+from data_utils.common.setting_files import one_line, shown
+from data_utils.common.settings import build
 from data_utils.common.untrusted import conform, parse_json, read_bounded
 from megatron_lite.config.embedding import SIMILARITIES, EmbeddingConfig
 from megatron_lite.embedding.embedder import Embedder, TextFormat
-from megatron_lite.hf.files.config_json import quiet
-from megatron_lite.hf.files.proof import Proof, joined
-from megatron_lite.hf.files.tokenizer_proof import encoded, load_theirs
-from megatron_lite.hf.files.weights import DTYPES, MAX_JSON_BYTES, read_json, write_json
-from megatron_lite.inference.open_run import OpenRun, open_run
+from megatron_lite.hf.common.config_json import quiet
+from megatron_lite.hf.common.verify import Comparison, joined
+from megatron_lite.hf.common.verify_tokenizer import encoded, load_theirs
+from megatron_lite.hf.common.weights import DTYPES, MAX_JSON_BYTES, read_json, write_json
+from megatron_lite.inference.open_run import OpenRun
 
 log = logging.getLogger(__name__)
 
@@ -173,8 +172,9 @@ def require_same_tokens(run: OpenRun, directory: Path) -> None:
         text_format = TextFormat(run, prompt=prompt)
         before = run.config.embedding.prompt_text(prompt)
         options = {"truncation": True, "max_length": text_format.length}
-        ids = encoded(theirs, [before + text for text in _TEXTS], **options)
-        for text, document, expected in zip(_TEXTS, text_format.documents(_TEXTS), ids, strict=True):
+        texts = _texts(text_format)
+        ids = encoded(theirs, [before + text for text in texts], **options)
+        for text, document, expected in zip(texts, text_format.documents(texts), ids, strict=True):
             if document.example.tokens.tolist() != expected:
                 raise CheckpointError(
                     f"{directory}: its tokenizer reads {shown(before + text[:40])} as {_ends(expected)}, but the run "
@@ -187,69 +187,65 @@ def _ends(ids: Sequence[int]) -> str:
     return f"{len(ids)} tokens [{first} ... {last}]"
 
 
-def import_modules(
-    source: Path,
-    output: Path,
-    tree: Mapping[str, Any],
-    import_transformer: Callable[[Path, Path, Mapping[str, Any]], Proof | None],
-    *,
-    verify: bool,
-    tolerance: float,
-) -> Proof | None:
-    """Import the Transformer of a directory, with the section `embedding`, and compare tokens and vectors.
-
-    Args: import_transformer: writes a run directory from the Transformer's; the others as for `import_directory`.
-    """
-    directory, settings = read_settings(source)
-    proof = import_transformer(directory, output, merge({"embedding": settings}, tree))
-    try:
-        run = open_run(output)
-        require_same_tokens(run, directory)
-        is_as_read = run.config.embedding == build(EmbeddingConfig, settings, "embedding.")
-        if verify and is_as_read and is_installed():
-            compare_vectors(run, source, tolerance)
-        elif verify and is_as_read:
-            log.warning("sentence-transformers is not installed, so vectors were not compared")
-    except BaseException:
-        remove_directory(output)
-        raise
-    return proof
-
-
-def is_installed() -> bool:
-    return importlib.util.find_spec("sentence_transformers") is not None
+def compare_imported(run: OpenRun, directory: Path, tolerance: float) -> dict[str, Comparison]:
+    """`compare_vectors` of an import, where the package is installed and the settings are the directory's."""
+    _, settings = read_settings(directory)
+    if run.config.embedding != build(EmbeddingConfig, settings, "embedding."):
+        return {}  # the user asks for other vectors
+    if importlib.util.find_spec("sentence_transformers") is None:
+        log.warning("sentence-transformers is not installed, so vectors were not compared")
+        return {}
+    return compare_vectors(run, directory, tolerance)
 
 
 def compare_vectors(
     run: OpenRun, directory: Path, tolerance: float, dtype: str = "fp32", is_ours: bool = False
-) -> Proof:
+) -> dict[str, Comparison]:
     """Compare the run's vectors with those of sentence-transformers, which must be installed.
 
     Args: dtype: of the directory's weights. is_ours: it is an export, whose code may run.
     Raises: CheckpointError unless they are equal.
     """
-    with quiet():
-        from sentence_transformers import SentenceTransformer
-
-        model = SentenceTransformer(
-            str(directory), device="cpu", trust_remote_code=is_ours, model_kwargs={"dtype": torch.float32}
-        )
     loaded = run.with_model(torch.device("cpu"))
     loaded.model.to(DTYPES[dtype]).float()
     found = []
     for prompt in ("", *run.config.embedding.prompts):
-        text = run.config.embedding.prompt_text(prompt)
-        expected = model.encode(list(_TEXTS), prompt=text, show_progress_bar=False)
-        actual = Embedder(loaded, TextFormat(loaded, prompt=prompt)).embed(_TEXTS)
-        found.append(_compared(actual, np.asarray(expected, np.float32)))
-    result = joined(dict(enumerate(found)))
-    result.require(tolerance, f"sentence-transformers of {directory}")
-    return result
+        text_format = TextFormat(loaded, prompt=prompt)
+        texts = _texts(text_format)
+        expected = _theirs(directory, texts, loaded.config.embedding.prompt_text(prompt), is_ours)
+        actual = Embedder(loaded, text_format).embed(texts)
+        found.append(_compared(actual, expected))
+    result = joined({str(number): each for number, each in enumerate(found)})
+    result.require(tolerance, f"{run.checkpoint.path}, as a directory of sentence-transformers,")
+    return {"vectors": result}
 
 
-def _compared(actual: np.ndarray, expected: np.ndarray) -> Proof:
+def _texts(text_format: TextFormat) -> list[str]:
+    return [text for text in _TEXTS if text or text_format.reads_empty_texts]
+
+
+def _theirs(directory: Path, texts: Sequence[str], prompt: str, has_code: bool) -> np.ndarray:
+    """The vectors of sentence-transformers, fp32. Raises: CheckpointError if it makes none."""
+    try:
+        with quiet():
+            from sentence_transformers import SentenceTransformer
+
+            options: dict[str, Any] = {
+                "trust_remote_code": has_code,
+                "model_kwargs": {"dtype": torch.float32},
+            }
+            model = SentenceTransformer(str(directory), device="cpu", **options)
+            return np.asarray(model.encode(list(texts), prompt=prompt, show_progress_bar=False), np.float32)
+    except Exception as error:  # the library raises what its parts do
+        raise CheckpointError(
+            f"sentence-transformers makes no vectors of {directory} ({one_line(error)}); --no-verify writes it all the "
+            "same."
+        ) from None
+
+
+def _compared(actual: np.ndarray, expected: np.ndarray) -> Comparison:
     difference = float(np.abs(actual - expected).max())
-    return Proof(difference, 1.0, len(actual), float(np.abs(expected).max()))
+    return Comparison(difference, 1.0, len(actual), float(np.abs(expected).max()))
 
 
 def write_modules(directory: Path, run: OpenRun) -> None:

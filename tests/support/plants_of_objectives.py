@@ -88,9 +88,10 @@ OBJECTIVES = (
     Plant(
         "duplicates that leave without their entities",
         "data_utils/build/corpus.py",
-        "arrays, batch_lengths = [array[token_mask] for array in arrays], batch_lengths[mask]",
-        "arrays = [arrays[0][token_mask], *(array[: token_mask.sum()] for array in arrays[1:])]\n"
-        "            batch_lengths = batch_lengths[mask]",
+        "arrays = {name: array[masks[counted_in(name)]] for name, array in arrays.items()}",
+        "kept = {name: masks[counted_in(name)] for name in arrays}\n"
+        "            kept |= {name: np.arange(len(kept[name])) < kept[name].sum() for name in further}\n"
+        "            arrays = {name: array[kept[name]] for name, array in arrays.items()}",
         (f"{MENTIONS}::test_duplicates_leave_with_their_entities",),
     ),
     Plant(

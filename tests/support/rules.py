@@ -702,8 +702,8 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         ("deepspeed.fp16 is True; it must be a section", "write its keys"),
     ),
     "deepspeed refused": (
-        over("deepspeed.bf16.check_grad_overflow=false"),
-        ("deepspeed.bf16.check_grad_overflow is False", "remove it"),
+        over("deepspeed.bf16.bf16_optimizer_states=true"),
+        ("deepspeed.bf16.bf16_optimizer_states is True", "remove it"),
     ),
     "warm-up of DeepSpeed's schedules": (
         over("schedule.warmup_kind=log"),
