@@ -52,13 +52,13 @@ from megatron_lite.transformer.forward_context import (
     order_by_rank,
     with_bias,
 )
-from megatron_lite.transformer.fused_block import Hidden, materialize
 from megatron_lite.transformer.init import initialize_parameters
 from megatron_lite.transformer.lm_head import Heads
 from megatron_lite.transformer.loss import ChunkedLogits, loss_logits, sum_losses
 from megatron_lite.transformer.micro_batch import MicroBatch
 from megatron_lite.transformer.norms import final_layernorm
 from megatron_lite.transformer.position_bias import Table, relative_tables
+from megatron_lite.transformer.residual import Hidden, Residual, materialize
 from megatron_lite.transformer.tensor_parallel import TensorParallel, VocabParallelEmbedding
 
 _HeadOutputs = tuple[torch.Tensor, torch.Tensor]  # the vectors that predict tokens, class logits
@@ -110,7 +110,7 @@ class _Inputs:
     @property
     def boundaries(self) -> int:
         """Predictions of span boundaries, which have a bias of their own."""
-        return len(self.micro_batch.loss_positions.borders)
+        return len(self.micro_batch.loss_positions.boundaries)
 
 
 class _Words(VocabParallelEmbedding):

@@ -7,6 +7,7 @@ from support.plants_of_kernels import KERNELS
 from support.plants_of_objectives import OBJECTIVES
 from support.plants_of_positions import POSITIONS
 from support.plants_of_streams import STREAMS
+from support.plants_of_vectors import EMBEDDINGS
 from support.plants_of_windows import WINDOWS
 
 PARITY = "tests/train/test_parity.py::test_layouts_equal_one_process"
@@ -219,8 +220,8 @@ DROPOUT = (
     Plant(
         "dropout of hidden states different on tensor-parallel ranks",
         "megatron_lite/transformer/micro_batch.py",
-        "keys = token_keys(dropout_seed, batch.samples,",
-        "keys = token_keys(dropout_seed + tensor_parallel_rank, batch.samples,",
+        "keys = token_keys(seed, batch.samples,",
+        "keys = token_keys(seed + tensor_parallel_rank, batch.samples,",
         (f"{FURTHER}[2x1x1]",),
         "NVIDIA/Megatron-LM#206",
     ),
@@ -603,5 +604,5 @@ PROCESSES = (
 
 PLANTS = (
     *GRADIENTS, *LOSSES, *DROPOUT, *SAMPLES, *ROWS, *WINDOWS, *WIDTHS, *INSIDE, *OBJECTIVES, *STREAMS, *ELECTRA,
-    *KERNELS, *POSITIONS, *LORA, *PROCESSES,
+    *KERNELS, *POSITIONS, *LORA, *PROCESSES, *EMBEDDINGS,
 )  # fmt: skip
