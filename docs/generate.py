@@ -26,7 +26,7 @@ from data_utils.common.settings_listed import describe
 from megatron_lite.config.coming_from import sources
 from megatron_lite.config.deepspeed_table import Policy, table
 from megatron_lite.config.tree import Config, settings_schema
-from megatron_lite.hf.files.left_out import BUFFERS, OTHER_CLASS_TENSORS
+from megatron_lite.hf.common.ignored_tensors import BUFFERS, OTHER_CLASS_TENSORS
 from megatron_lite.hf.published.systems import PUBLISHED, SYSTEMS_BY_NAME
 from megatron_lite.runtime.changes import resume_rule
 from megatron_lite.runtime.run_state import MEANINGS
@@ -107,7 +107,7 @@ API: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
         {
             "megatron_lite.hf.export": ("export_run", "ExportOptions"),
             "megatron_lite.hf.importing": ("import_directory", "import_megatron"),
-            "megatron_lite.hf.files.proof": ("Proof",),
+            "megatron_lite.hf.common.verify": ("Comparison",),
         },
     ),
     "Errors": (

@@ -15,7 +15,7 @@ from megatron_lite.config.systems import FIXED, LEFT_OUT, SYSTEMS
 from megatron_lite.config.task_head import OF_TEXTS, TaskHeadConfig, check_task_head
 
 # Another one is also computed in transformer/kernels/fused.py and triton_kernels.py
-# and named in hf/files/system_table.py.
+# and named in hf/common/system_table.py.
 ACTIVATIONS = ("gelu_tanh", "gelu_erf", "relu", "silu")
 NORMS = ("pre", "post", "deepnorm")
 POSITIONS = ("learned_blocks", "learned", "rotary", "none")

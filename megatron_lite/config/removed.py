@@ -13,6 +13,7 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "prefix_lm.min_prefix_ratio": (0.0, "the length of the prefix is uniform"),
     "prefix_lm.max_prefix_ratio": (1.0, "the length of the prefix is uniform"),
     "objective_starts": ({}, "write phases with `objectives`"),
+    "task.bidirectional": (True, "scripts/harness.py --left-to-right reads the context from left to right"),
     "events.skip_samples": ([], "write phases, the later one with `skip_samples`"),
     "events.learning_rate": ([], "write phases, the later one with `lr`"),
     "events.embedding_gradient_shrink": ([], "write phases, the later one with `embedding_gradient_shrink`"),
@@ -77,4 +78,6 @@ def without_removed(tree: Mapping[str, Any]) -> dict[str, Any]:
             found[section] = rest
         else:
             del found[section]
+    if isinstance(tasks := found.get("tasks"), list):
+        found["tasks"] = [without_removed({"task": task}).get("task", {}) for task in tasks]
     return found

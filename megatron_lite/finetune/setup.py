@@ -28,7 +28,7 @@ from data_utils.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megatron_lite.checkpoint.manifest import RESULTS
 from megatron_lite.checkpoint.resolve_path import PathType, path_type
 from megatron_lite.config.deepspeed_file import with_deepspeed
-from megatron_lite.config.removed import moved_settings
+from megatron_lite.config.removed import current, moved_settings
 from megatron_lite.config.sections import BatchConfig
 from megatron_lite.config.systems import with_objective
 from megatron_lite.config.task_head import check_inputs, replace_head
@@ -371,8 +371,11 @@ def with_steps(config: Config, samples: int, tree: Mapping[str, Any]) -> Config:
 def check_output(output: Path, config: Config) -> None:
     """Raise ConfigError if the directory has results of other settings: they would be taken for these."""
     for path in sorted(output.glob(f"seed_*/**/{RESULTS}")):
-        recorded = load_json(path, "results").get("settings")
-        differing = next(_differences(recorded, settings_of(config)), None)
+        try:
+            recorded = current(load_json(path, "results").get("settings") or {})
+            differing = next(_differences(recorded, settings_of(config)), None)
+        except ValueError as error:
+            differing = str(error)
         if differing is not None:
             raise ConfigError(
                 f"{path.parent} was finished with other settings ({differing}); choose another --output, or remove it."

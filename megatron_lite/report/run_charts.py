@@ -41,10 +41,7 @@ def loss_unit(runs: Sequence[RunReport]) -> str:
         elif kind == "regression":
             units.append("squared error")
         else:
-            by_tokens = {
-                "tagging": "word",
-                **dict.fromkeys(("seq2seq", "blanks", "language_modelling"), "token"),
-            }
+            by_tokens = {"tagging": "word", "seq2seq": "token", "blanks": "token"}
             units.append(f"nats per {by_tokens.get(kind, 'sample')}")
     return " or ".join(dict.fromkeys(units))
 

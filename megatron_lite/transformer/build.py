@@ -24,8 +24,8 @@ from megatron_lite.transformer.transformer import Transformer
 class ModelSpec:
     """What training, checkpoints and reports ask of a model: here one Transformer, and the base of other models."""
 
-    # The module whose HUGGINGFACE_FORMAT exports and imports the model (megatron_lite/hf/model_format.py); None = one
-    # Transformer, which megatron_lite/hf exports and imports itself.
+    # The module whose HUGGINGFACE_FORMAT exports and imports the model (megatron_lite/hf/common/model_format.py);
+    # None = one Transformer, which megatron_lite/hf exports and imports itself.
     huggingface: str | None = None
 
     def build(self, config: Config, num_losses: int, parallel: TensorParallel | None) -> TrainedModel:

@@ -7,15 +7,15 @@ from dataclasses import fields
 
 import pytest
 import yaml
+from megatron_lite.hf.files.recipe import read_recipe
 from support.configs import TINY
 
-from data_utils.common.errors import ConfigError
+from data_utils.common.errors import CheckpointError, ConfigError
 from data_utils.common.settings import build, merge, to_tree
 from megatron_lite.checkpoint.trainer_state import TrainerState
 from megatron_lite.config.task_head import TaskHeadConfig
 from megatron_lite.config.tree import Config, load_config
 from megatron_lite.finetune.setup import load_tree
-from megatron_lite.hf.files.recipe import read_recipe
 
 HEAD = {
     "type": "classes", "classes": 3, "heads": [], "pooler": True, "pooler_kind": "gelu", "mix": True, "pool": "token",
@@ -57,6 +57,21 @@ def test_an_export_opens_under_the_present_names(recorded, tmp_path):
     (tmp_path / "training.json").write_text(text)
     found = read_recipe(tmp_path).config["model"]["task_head"]
     assert {**HEAD, **found} == HEAD and found.keys() == HEAD.keys() - {"heads"}
+
+
+def test_a_setting_of_tasks_that_is_gone_is_left_out_where_it_says_nothing(recorded, tmp_path):
+    config, record = recorded
+    several = build(Config, merge(record | {"model": to_tree(config)["model"]}, {"tasks": [record["task"]]}))
+    record = to_tree(several)
+    for task in (record["task"], *record["tasks"]):
+        task["bidirectional"] = True
+    assert (
+        build(Config, TrainerState.from_json(TrainerState.beginning(record).to_json(), tmp_path).config)
+        == several
+    )
+    record["tasks"][0]["bidirectional"] = False
+    with pytest.raises(CheckpointError, match=r"task.bidirectional to False.*harness.py --left-to-right"):
+        TrainerState.from_json(TrainerState.beginning(record).to_json(), tmp_path)
 
 
 def test_a_file_with_a_former_name_is_told_the_present_one(recorded, tmp_path):

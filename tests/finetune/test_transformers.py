@@ -26,7 +26,7 @@ from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.glm.modeling_glm import GLMForMultipleChoice, GLMForSequenceClassification
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published.heads import TASK_CLASSES
-from megatron_lite.hf.published.proof import encoder_decoder_inputs, scatter_targets
+from megatron_lite.hf.published.verify_inputs import encoder_decoder_inputs, scatter_targets
 from megatron_lite.inference.open_run import load_run
 from megatron_lite.telemetry.records import read_metrics
 

@@ -21,7 +21,7 @@ from typing import Any, Final
 from data_utils.common.errors import CheckpointError
 from data_utils.common.setting_files import shown
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.hf.files.system_table import PublishedSystem, TensorRule
+from megatron_lite.hf.common.system_table import PublishedSystem, TensorRule
 
 OTHER_HEADS = "other_heads.safetensors"
 SEVERAL_LABELS: Final = "multi_label_classification"  # of each text: `problem_type` of the kind typing

@@ -14,9 +14,9 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from data_utils.common.errors import CheckpointError
 from data_utils.common.setting_files import shown
-from megatron_lite.hf.files.config_json import CONFIG_JSON, by_transformers, quiet
-from megatron_lite.hf.files.system_table import ConfigField, PublishedSystem
-from megatron_lite.hf.files.weights import Weights
+from megatron_lite.hf.common.config_json import CONFIG_JSON, by_transformers, quiet
+from megatron_lite.hf.common.system_table import ConfigField, PublishedSystem
+from megatron_lite.hf.common.weights import Weights
 from megatron_lite.hf.published.heads import architectures, head_problems, head_settings
 from megatron_lite.hf.published.recognition import architecture, body_class, has_head, stem
 

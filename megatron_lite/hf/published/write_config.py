@@ -14,7 +14,7 @@ from data_utils.common.errors import CheckpointError
 from data_utils.common.setting_files import shown
 from data_utils.common.settings import build, leaves, to_tree
 from megatron_lite.config.model import OF_TRAINING, ModelConfig
-from megatron_lite.hf.files.system_table import PublishedSystem
+from megatron_lite.hf.common.system_table import PublishedSystem
 from megatron_lite.hf.published.heads import head_fields, transformers_class_name
 from megatron_lite.hf.published.read_config import field_of, our_value
 from megatron_lite.hf.published.systems import published_system
