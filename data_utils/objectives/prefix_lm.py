@@ -59,22 +59,22 @@ class PrefixLmConfig(RowSizes):
 
 
 @inlined
-def _fill_chunk(
-    row, offset, limit, document, text, unit_start, start, length, rng, scratch, length_table, settings
-):
+def _fill_chunk(row, chunk, tables, settings):
+    text, offset, rng = chunk.text, chunk.offset, tables.rng
+    length = len(text)
     longest = min(length - 1, int(settings.max_prefix_ratio * length))
     shortest = min(longest, int(settings.min_prefix_ratio * length))
     prefix = shortest + below(rng, longest - shortest + 1)
     target, end = offset + 1 + prefix, offset + 1 + length
     row[TOKENS, offset] = settings.cls
-    copy_range(row, TOKENS, offset + 1, target, text, start)
+    copy_range(row[TOKENS], offset + 1, target, text, 0)
     # The target is shifted right by sop; the last token of the text is never an input.
     row[TOKENS, target] = settings.sop
-    copy_range(row, TOKENS, target + 1, end, text, start + prefix)
-    count_up(row, POSITION_IDS, offset, end, 0)
-    count_up(row, ORD, target, end, 1)
-    predict_range(row, target, end, text, start + prefix)
-    mark_document(row, offset, end, document, settings.loss)
+    copy_range(row[TOKENS], target + 1, end, text, prefix)
+    count_up(row[POSITION_IDS], offset, end, 0)
+    count_up(row[ORD], target, end, 1)
+    predict_range(row, target, end, text, prefix)
+    mark_document(row, offset, end, chunk.document, settings.loss)
     return end
 
 
