@@ -75,7 +75,8 @@ def parse_arguments() -> argparse.Namespace:
         type=int,
         help="as tokenizer.vocab_size of the run, if the vocabulary has ids without a token at its end",
     )
-    add("--cased", action="store_true", help="bert_wordpiece: keep upper case and accents")
+    text = "bert_wordpiece: keep case and accents"
+    add("--no-lowercase", dest="lowercase", action="store_false", help=text)
     text = "sentencepiece: gMASK shares the id of eop, as in GLM-10B-Chinese"
     add("--shared-command-tokens", action="store_true", help=text)
     text = "hf_json: the token of a role, as tokenizer.roles of the run; repeatable"
@@ -152,6 +153,27 @@ def parse_arguments() -> argparse.Namespace:
     )
     text = "build labelled pairs of sentences joined by a marker of this file, such as configs/labels/markers.txt"
     add("--markers", type=expanded_path, metavar="FILE", help=text)
+    text = (
+        "build text pairs (objective contrastive): a query, a text that belongs to it (positive), and texts that do "
+        "not (negatives), of columns of JSON lines or tables"
+    )
+    add("--text-pairs", action="store_true", help=text)
+    text = "column of the {}; default: {}"
+    for role, usual in (
+        ("query", "query, anchor, question or sentence1"),
+        ("positive", "positive, positives, pos, document, answer or sentence2; a list makes several records"),
+        ("score", "score, if there is one"),
+    ):
+        add(f"--{role}-column", metavar="NAME", help=text.format(role, usual))
+    text = "columns of negatives, texts or lists; default: negative, negatives, neg, and negative_1, negative_2, ..."
+    add("--negative-columns", nargs="+", default=[], metavar="NAME", help=text)
+    text = "text before each query, as part of it, such as 'query: '"
+    add("--query-prompt", default="", metavar="TEXT", help=text)
+    add("--document-prompt", default="", metavar="TEXT", help="text before each other text")
+    text = (
+        "negatives of a record; of one with more the last are left out (default: as the first records have)"
+    )
+    add("--negatives", type=int, metavar="H", help=text)
     add("--overwrite", action="store_true", help="replace existing output")
     add("--restart", action="store_true", help="discard the shards of a stopped build")
     add("--verify", action="store_true", help="read and check the whole output afterwards")
@@ -193,7 +215,7 @@ def make_dataset(arguments: argparse.Namespace, ranks: Ranks) -> None:
         path=arguments.tokenizer_path,
         added_tokens=arguments.added_tokens,
         vocab_size=arguments.vocab_size,
-        lowercase=not arguments.cased,
+        lowercase=arguments.lowercase,
         fixed_command_tokens=not arguments.shared_command_tokens,
         roles=dict(arguments.token_role),
     )

@@ -281,7 +281,7 @@ class Recorder(TorchDispatchMode):
             self.watch(name, (args, kwargs, out))
         now = self.now
         now.launches += 1
-        now.sums += self.phase.endswith("backward") and place().startswith("megatron_lite/train/")
+        now.sums += self.phase.endswith("backward") and place().startswith("megatron_lite/optim/")
         if name in _MATMULS:
             rows = [max(t.stride()) for t in (*_tensors(args), out) if t.dim() > 1 and not _aligned(t)]
             if rows:

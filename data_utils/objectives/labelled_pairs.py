@@ -19,7 +19,7 @@ from data_utils.common.settings import checked, setting
 from data_utils.objectives.compiled import Chunks
 from data_utils.objectives.labelled_text import LabelledText, LabelledTextConfig, label_documents
 from data_utils.objectives.masked_text import Pairing
-from data_utils.objectives.own_corpora import check_corpora
+from data_utils.objectives.own_corpora import LABELLED_PAIRS, check_corpora
 from data_utils.objectives.pairs import PAIR
 from data_utils.objectives.registry import register
 
@@ -31,6 +31,7 @@ class LabelledPairsConfig(LabelledTextConfig):
     classes: int = setting(2, "Number of labels in its corpora.", at_least=2)
 
     token_annotation = "labels"
+    own_corpora = LABELLED_PAIRS
 
     @property
     def pairing(self) -> Pairing:

@@ -32,10 +32,10 @@ WHOLE = ("data.short_prob=0",)  # the traced micro-batches are near the mean
 TASK = "task={name: one, kind: cloze, reader: jsonl}"
 TASKS = {
     "choices": (),
-    "classes": ("model.task_head=classes", "model.task_classes=3"),
-    "values": ("model.task_head=values",),
-    "tags": ("model.task_head=tags", "model.task_classes=3"),
-    "spans": ("model.task_head=spans",),
+    "classes": ("model.task_head.type=classes", "model.task_head.classes=3"),
+    "values": ("model.task_head.type=values",),
+    "tags": ("model.task_head.type=tags", "model.task_head.classes=3"),
+    "spans": ("model.task_head.type=spans",),
 }
 
 SP = (TP, "parallel.sequence_parallel=true")
@@ -99,7 +99,7 @@ LAYOUTS = {
     "335M, AdaFactor": (PAPER, 8, 1, ("optimizer.kind=adafactor", "model.num_layers=6"), None, 0),
     "335M, LoRA": (PAPER, 64, 2, ("model.lora.rank=8", "training.precision=bf16"), None, 1),
     "1B, LoRA of two parts, ZeRO 3": (
-        LLAMA, 8, 2, ("model.lora.rank=8", "model.lora.targets=[q_proj, v_proj]", "parallel.zero_stage=3"), None, 1,
+        LLAMA, 8, 2, ("model.lora.rank=8", "model.lora.targets=[q_proj, v_proj]", "parallel.zero_stage=3"), None, 0,
     ),
     "335M, Muon": (PAPER, 1, 1, ("optimizer.kind=muon",), None, 1),
     "2B, ZeRO 3": (GLM_2B, 16, 2, (*WHOLE, "parallel.zero_stage=3", "model.num_layers=24"), None, 0),
