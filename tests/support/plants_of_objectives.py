@@ -155,8 +155,7 @@ OBJECTIVES = (
         "texts of pairs cut before their prompt",
         "data_utils/objectives/contrastive.py",
         "end = _write_text(row, offset, chunks.tokens[start : start + length], specials, settings)",
-        "stop = start + chunks.lengths[k]
-                end = _write_text(row, offset, chunks.tokens[stop - length : stop], specials, settings)",
+        "end = _write_text(row, offset, chunks.tokens[: start + chunks.lengths[k]][-length:], specials, settings)",
         (f"{TEXT_PAIRS}::test_texts_stand_as_transformers_reads_them",),
     ),
     Plant(

@@ -9,7 +9,10 @@ POOLING = "megatron_lite/transformer/pooling.py"
 EMBEDDER = "megatron_lite/embedding/embedder.py"
 LOSSES, STEP = "megatron_lite/transformer/pair_losses.py", "megatron_lite/engine/vector_loss.py"
 LAYOUTS, PAIRS = "tests/embedding/test_layouts.py", "tests/embedding/test_pair_losses.py"
-TWO_RANKS = f"{LAYOUTS}::test_layouts_equal_one_process[tensor1-pipeline1-data2-size2-zero1-sequenceFalse-poolingmean]"
+CHUNKS, TWO_RANKS = (
+    f"{LAYOUTS}::test_layouts_equal_one_process[tensor1-pipeline1-data{ranks}-size2-zero1-sequenceFalse-poolingmean]"
+    for ranks in (1, 2)
+)
 
 EMBEDDINGS = (
     Plant(
@@ -100,7 +103,8 @@ EMBEDDINGS = (
         "other dropout in the second pass of a step of pairs",
         "megatron_lite/engine/plain.py",
         "again = vectors[0] if is_only else self._engine(self._on_device(micro_batch))[0]",
-        "again = vectors[0] if is_only else self._engine(__import__("dataclasses").replace(self._on_device(micro_batch), dropout=None))[0]",
-        (f"{LAYOUTS}::test_layouts_equal_one_process[tensor1-pipeline1-data1-size2-zero1-sequenceFalse-poolingmean]",),
+        "micro_batch = __import__('dataclasses').replace(micro_batch, dropout=None)\n"
+        "            again = vectors[0] if is_only else self._engine(self._on_device(micro_batch))[0]",
+        (CHUNKS,),
     ),
 )
