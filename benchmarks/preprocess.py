@@ -70,11 +70,11 @@ PACKAGES = {
     ),
     "chinese": ("debian-reference-zh-cn", "manpages-zh", "libreoffice-help-zh-cn"),
 }
-# Family: (kind of TokenizerConfig, --kind of train_tokenizer.py, file).
+# Family: (kind of the tokenizer, file).
 FAMILIES = {
-    "bpe": ("hf_json", "byte_bpe", "tokenizer.json"),
-    "wordpiece": ("bert_wordpiece", "wordpiece", "vocab.txt"),
-    "sentencepiece": ("sentencepiece", "sentencepiece", "tokenizer.model"),
+    "bpe": ("hf_json", "tokenizer.json"),
+    "wordpiece": ("bert_wordpiece", "vocab.txt"),
+    "sentencepiece": ("sentencepiece", "tokenizer.model"),
 }
 TARGETS = {  # times the yardstick
     ("bpe", "english"): 35.0,
@@ -275,7 +275,7 @@ def preprocess(path: Path, output: Path, family: str, tokenizer: Path, workers: 
 
 def train(work: Path, family: str, inputs: Sequence[Path]) -> Path:
     """A tokenizer of the family, trained on the heads of all corpora; made once."""
-    _, kind, name = FAMILIES[family]
+    kind, name = FAMILIES[family]
     if not (work / family / name).exists():
         command = [sys.executable, str(ROOT / "scripts" / "train_tokenizer.py"), "--kind", kind]
         command += ["--input", *map(str, inputs), "--vocab-size", str(VOCABULARY)]

@@ -24,9 +24,9 @@ from support import code_structure
 
 from data_utils.common.settings_listed import describe
 from megatron_lite.config.coming_from import sources
-from megatron_lite.config.deepspeed_keys import KEYS, Policy
+from megatron_lite.config.deepspeed_table import Policy, table
 from megatron_lite.config.tree import Config, settings_schema
-from megatron_lite.hf.files.left_out import BUFFERS, OTHER_CLASS_TENSORS
+from megatron_lite.hf.common.ignored_tensors import BUFFERS, OTHER_CLASS_TENSORS
 from megatron_lite.hf.published.systems import PUBLISHED, SYSTEMS_BY_NAME
 from megatron_lite.runtime.changes import resume_rule
 from megatron_lite.runtime.run_state import MEANINGS
@@ -107,7 +107,7 @@ API: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
         {
             "megatron_lite.hf.export": ("export_run", "ExportOptions"),
             "megatron_lite.hf.importing": ("import_directory", "import_megatron"),
-            "megatron_lite.hf.files.proof": ("Proof",),
+            "megatron_lite.hf.common.verify": ("Comparison",),
         },
     ),
     "Errors": (
@@ -205,7 +205,7 @@ def coming_from() -> str:
             theirs = ", ".join(f"`--{name}`" for name in names)
             form = argument.setting.replace("{}", "VALUE")
             lines.append(f"| {theirs} | {f'`{form}`' if form else ''} | {argument.note} |")
-    decided = [(key, row.reason) for key, row in KEYS.items() if row.policy is Policy.SETTING]
+    decided = [(key, row.reason) for key, row in table().options.items() if row.policy is Policy.SETTING]
     lines += ["", "## DeepSpeed's JSON", "", "| DeepSpeed key | setting |", "|---|---|"]
     lines += [f"| `{key}` | {reason} |" for key, reason in decided]
     text = (ROOT / "docs/coming_from.md").read_text(encoding="utf-8")

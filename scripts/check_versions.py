@@ -51,7 +51,7 @@ CORE = {
         "data/loader/test_collate.py",
         "data/objectives/test_recipes.py::test_compiled_and_plain_python_agree",
     ),
-    "undocumented names": ("data/common/test_private_names.py", "config/test_deepspeed_keys.py"),
+    "undocumented names": ("data/common/test_private_names.py", "config/test_deepspeed_table.py"),
     "model": ("model/test_compat.py", "model/test_model.py", "model/test_attention.py"),
     "kernels": ("model/test_kernels.py",),
     "training": ("train/test_engine.py", "train/test_pretrain_cli.py"),

@@ -34,13 +34,13 @@ from data_utils.common.settings import to_tree
 from data_utils.tasks.config import TaskConfig
 from megatron_lite.checkpoint.resolve_path import ADAPTER_CONFIG, check_is_export, resolve_model
 from megatron_lite.config.tree import load_config, load_tree
-from megatron_lite.hf.files.hub_files import wanted
+from megatron_lite.hf.common.hub_files import wanted
 
 if TYPE_CHECKING:
-    from megatron_lite.hf.files.proof import Proof
+    from megatron_lite.hf.common.verify import Comparison
 
 MAX_SHARD_SIZE = "5GB"
-TOLERANCE = 1e-5  # proof.TOLERANCE, whose file imports torch
+TOLERANCE = 1e-5  # as in hf/common/verify.py, which imports torch
 _OF_MODELS = ("copy_eop_to_gmask", "max_shard_size", "no_verify")  # options
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -158,8 +158,8 @@ def main() -> None:
         print(f"pushed to {push(arguments.output, to_push, private=arguments.private)}")
 
 
-def convert(arguments: argparse.Namespace, source: Path, tree: dict[str, Any]) -> Proof | None:
-    """Import a directory as --output. Returns: the proof, None if nothing is compared."""
+def convert(arguments: argparse.Namespace, source: Path, tree: dict[str, Any]) -> Comparison | None:
+    """Import a directory as --output. Returns: the comparison, None if nothing is compared."""
     from megatron_lite.hf.adapters import import_adapter, is_adapter
     from megatron_lite.hf.importing import import_directory, import_megatron
 
@@ -279,7 +279,7 @@ def what_follows(path: Path) -> list[str]:
     given = ["--tokenizer-kind", tokenizer.kind, "--tokenizer-path", tokenizer.path]
     given += ["--added-tokens", tokenizer.added_tokens]
     given += [] if tokenizer.vocab_size is None else ["--vocab-size", str(tokenizer.vocab_size)]
-    given += ["--cased"] * (tokenizer.kind == "bert_wordpiece" and not tokenizer.lowercase)
+    given += ["--no-lowercase"] * (tokenizer.kind == "bert_wordpiece" and not tokenizer.lowercase)
     given += ["--shared-command-tokens"] * (not tokenizer.fixed_command_tokens)
     for role, token in tokenizer.roles.items():
         given += ["--token-role", f"{role}={token}"]

@@ -222,9 +222,7 @@ def pair_settings(tree: Mapping[str, Any], runs: Sequence[Path]) -> dict[str, An
     if not isinstance(task, Mapping) or set(task) - set(PAIR_SETTINGS):
         allowed = ", ".join(f"task.{name}" for name in PAIR_SETTINGS)
         raise ConfigError(f"task is {shown(task)}, but minimal pairs take only {allowed}; remove the others.")
-    built = build(
-        TaskConfig, {"name": "pairs", "kind": "language_modelling", "reader": "jsonl", **task}, "task."
-    )
+    built = build(TaskConfig, {"name": "pairs", "kind": "blanks", "reader": "jsonl", **task}, "task.")
     return {name: getattr(built, name) for name in task}
 
 

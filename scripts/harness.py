@@ -65,7 +65,7 @@ def parse_arguments() -> argparse.Namespace:
         help="perplexity: stride between windows (default: half a window)",
     )
     add("--left-to-right", action="store_true", help="perplexity with GLM: causal attention over the context")
-    text = "perplexity as scripts/evaluate.py and published figures compute it"
+    text = "perplexity without each text's first token, as GLM's published figures have it"
     add("--skip-first-token", action="store_true", help=text)
     text = "causal: no eos before contexts, as in lm_eval's own models"
     add("--no-start", action="store_true", help=text)

@@ -97,7 +97,7 @@ collect() {
 tokenize() {
     if up_to_date "$tokenizer" "$corpus"; then return; fi
     rm -f "$tokenizer"
-    "$python" scripts/train_tokenizer.py --kind byte_bpe --vocab-size "$vocab_size" --input "$corpus" \
+    "$python" scripts/train_tokenizer.py --kind hf_json --vocab-size "$vocab_size" --input "$corpus" \
         --output "$directory/tokenizer"
 }
 

@@ -75,7 +75,8 @@ def parse_arguments() -> argparse.Namespace:
         type=int,
         help="as tokenizer.vocab_size of the run, if the vocabulary has ids without a token at its end",
     )
-    add("--cased", action="store_true", help="bert_wordpiece: keep upper case and accents")
+    text = "bert_wordpiece: keep case and accents"
+    add("--no-lowercase", dest="lowercase", action="store_false", help=text)
     text = "sentencepiece: gMASK shares the id of eop, as in GLM-10B-Chinese"
     add("--shared-command-tokens", action="store_true", help=text)
     text = "hf_json: the token of a role, as tokenizer.roles of the run; repeatable"
@@ -193,7 +194,7 @@ def make_dataset(arguments: argparse.Namespace, ranks: Ranks) -> None:
         path=arguments.tokenizer_path,
         added_tokens=arguments.added_tokens,
         vocab_size=arguments.vocab_size,
-        lowercase=not arguments.cased,
+        lowercase=arguments.lowercase,
         fixed_command_tokens=not arguments.shared_command_tokens,
         roles=dict(arguments.token_role),
     )

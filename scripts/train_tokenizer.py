@@ -1,10 +1,10 @@
 """Train a tokenizer on text and print the configuration lines that use it.
 
-    python scripts/train_tokenizer.py --kind byte_bpe --input 'raw/*.jsonl' --vocab-size 32000 --output DIR
+    python scripts/train_tokenizer.py --kind hf_json --input 'raw/*.jsonl' --vocab-size 32000 --output DIR
 
-Writes one file into the output directory: tokenizer.json (byte_bpe), vocab.txt (wordpiece) or tokenizer.model
-(sentencepiece). The same input gives the same bytes. The words of the corpus (byte_bpe, wordpiece) or its
-whole text (sentencepiece) must fit in memory, so train on a sample of a large corpus. wordpiece reads the
+Writes one file into the output directory: tokenizer.json (hf_json), vocab.txt (bert_wordpiece) or tokenizer.model
+(sentencepiece). The same input gives the same bytes. The words of the corpus (hf_json, bert_wordpiece) or its
+whole text (sentencepiece) must fit in memory, so train on a sample of a large corpus. bert_wordpiece reads the
 input twice: unless the library knows the alphabet in advance, it numbers characters at random.
 """
 
@@ -76,17 +76,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args.paths = expand_inputs(args.input)  # once, though trainers read the texts several times
     check_text_key(args.text_key, args.paths)
     try:
-        content = train(lambda: read_texts(args), args.vocab_size, args.cased)
+        content = train(lambda: read_texts(args), args.vocab_size, args.lowercase)
     except MemoryError:
         raise DataError(
             f"--input {' '.join(args.input)} does not fit in memory; give a sample of it."
         ) from None
     write_whole(path, content, "--output")
 
-    config = TokenizerConfig(kind=CONFIG_KINDS[args.kind], path=str(path), lowercase=not args.cased)
+    config = TokenizerConfig(kind=args.kind, path=str(path), lowercase=args.lowercase)
     tokenizer = load_tokenizer(config)
     lines: dict[str, object] = {"kind": config.kind, "path": config.path}
-    if args.kind == "wordpiece":
+    if args.kind == "bert_wordpiece":
         lines["lowercase"] = config.lowercase
     print(yaml.safe_dump({"tokenizer": lines}, sort_keys=False, allow_unicode=True), end="")
     if args.kind != "sentencepiece" and (found := _tokens_of(path)) < args.vocab_size:
@@ -108,7 +108,8 @@ def _tokens_of(path: Path) -> int:
 def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--kind", required=True, choices=list(TRAINERS))
+    text = "tokenizer.kind of the file: hf_json (byte-level BPE), bert_wordpiece or sentencepiece"
+    add("--kind", required=True, choices=list(TRAINERS), help=text)
     text = "files or globs, as scripts/preprocess_data.py takes them"
     add("--input", type=expanded_path, required=True, nargs="+", help=text)
     add("--text-key", default="text", help="field or column with the text (default: text)")
@@ -121,16 +122,17 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--on-bad-record", default="error", choices=BAD_RECORD_POLICIES)
     add("--max-bad-records", type=int, default=DEFAULT_MAX_BAD_RECORDS)
     text = (
-        "largest number of tokens in the file; byte_bpe includes GLM's special tokens, the others add them on "
+        "largest number of tokens in the file; hf_json includes GLM's special tokens, the others add them on "
         "loading"
     )
     add("--vocab-size", required=True, type=int, help=text)
-    add("--cased", action="store_true", help="wordpiece: keep case and accents")
+    text = "bert_wordpiece: keep case and accents"
+    add("--no-lowercase", dest="lowercase", action="store_false", help=text)
     add("--output", type=Path, required=True, help="output directory of the tokenizer file")
     args = parser.parse_args(arguments)
-    if args.cased and args.kind != "wordpiece":
+    if not args.lowercase and args.kind != "bert_wordpiece":
         raise ConfigError(
-            f"--cased applies to --kind wordpiece only; {args.kind} always keeps case, remove it."
+            f"--no-lowercase applies to --kind bert_wordpiece only; {args.kind} always keeps case, remove it."
         )
     if not 0 < args.vocab_size <= MAX_VOCAB_SIZE:
         raise ConfigError(f"--vocab-size is {args.vocab_size}; it must be in 1 to {MAX_VOCAB_SIZE}.")
@@ -164,7 +166,7 @@ def read_texts(args: argparse.Namespace) -> Iterator[str]:
 # ---- training: each returns the bytes of the tokenizer's file ----
 
 
-def train_byte_bpe(texts: Texts, vocab_size: int, cased: bool) -> bytes:
+def train_byte_bpe(texts: Texts, vocab_size: int, lowercase: bool) -> bytes:
     """GPT-2's byte-level BPE as a tokenizer.json. GLM's special tokens have the first ids."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     specials = list(SPECIAL_NAMES.values())
@@ -183,10 +185,10 @@ def train_byte_bpe(texts: Texts, vocab_size: int, cased: bool) -> bytes:
     return tokenizer.to_str(pretty=True).encode()
 
 
-def train_wordpiece(texts: Texts, vocab_size: int, cased: bool) -> bytes:
+def train_wordpiece(texts: Texts, vocab_size: int, lowercase: bool) -> bytes:
     """BERT's WordPiece as a vocab.txt with BERT's five special tokens first."""
     tokenizer = tokenizers.Tokenizer(models.WordPiece(unk_token=SPECIAL_NAMES["unk"]))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=not cased)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     characters, pieces = _wordpiece_alphabet(tokenizer, texts(), vocab_size // 2)
     _require_size(
@@ -230,7 +232,7 @@ def _wordpiece_alphabet(
     return characters, characters + [f"##{c}" for c in characters if c in continuing]
 
 
-def train_sentencepiece(texts: Texts, vocab_size: int, cased: bool) -> bytes:
+def train_sentencepiece(texts: Texts, vocab_size: int, lowercase: bool) -> bytes:
     """A unigram SentencePiece model; characters it does not know are spelled in bytes."""
     # The library turns an error of its callback into a RuntimeError.
     failures: list[UserError | MemoryError] = []
@@ -285,11 +287,10 @@ def _require_size(vocab_size: int, needed: int, reason: str) -> None:
 
 
 TRAINERS = {
-    "byte_bpe": ("tokenizer.json", train_byte_bpe),
-    "wordpiece": ("vocab.txt", train_wordpiece),
+    "hf_json": ("tokenizer.json", train_byte_bpe),
+    "bert_wordpiece": ("vocab.txt", train_wordpiece),
     "sentencepiece": ("tokenizer.model", train_sentencepiece),
 }
-CONFIG_KINDS = {"byte_bpe": "hf_json", "wordpiece": "bert_wordpiece", "sentencepiece": "sentencepiece"}
 
 
 def command() -> None:

@@ -176,7 +176,9 @@ def print_error(error: UserError, place: str = "") -> None:
     message = without_secrets(str(error))
     if len(message) > MESSAGE_LENGTH:  # for values that were not shortened before
         message = f"{message[: MESSAGE_LENGTH // 2]} ... {message[-MESSAGE_LENGTH // 2 :]}"
-    print(f"error: {place}{printable(message)}", file=sys.stderr, flush=True)
+    # One write: `print` writes the line's end by itself if output is unbuffered, and lines of two ranks run together.
+    sys.stderr.write(f"error: {place}{printable(message)}\n")
+    sys.stderr.flush()
 
 
 def run_command(

@@ -287,7 +287,7 @@ def _construct(cls: type, tree: Mapping[str, Any]) -> Any:
     # The error names the keys that are missing in a section that is missing.
     needed = (key for key, field in fields.items() if is_required(field) and section_in(_hints(cls)[key]))
     empty: dict[str, Any] = {key: {} for key in needed}
-    given = {**empty, **preset, **{str(key): value for key, value in tree.items()}}
+    given = merge({**empty, **preset}, {str(key): value for key, value in tree.items()})
     values: dict[str, Any] = {}
     validated = _validator(cls).validate_python(given)
     for key in given:  # in their order, which in a mapping of sections may mean something

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from data_utils.common.batch_fields import ORD, POSITION_IDS, TOKENS
 from data_utils.common.losses import Loss
 from data_utils.common.random_streams import below
-from data_utils.common.settings import check, checked, fraction
+from data_utils.common.settings import checked
 from data_utils.objectives.base import RowObjective, RowSizes
 from data_utils.objectives.compiled import (
     copy_range,
@@ -29,20 +29,7 @@ from data_utils.objectives.registry import register
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("prefix_lm")
 class PrefixLmConfig(RowSizes):
-    """How long the prefix is: uniform over a range, in fractions of the chunk."""
-
     needed_roles = ("cls", "eos")
-
-    min_prefix_ratio: float = fraction(0.0, "shortest prefix as a fraction of the text")
-    max_prefix_ratio: float = fraction(
-        1.0, "longest prefix as a fraction of the text; at least one token remains"
-    )
-
-    def __post_init__(self) -> None:
-        low, high = self.min_prefix_ratio, self.max_prefix_ratio
-        check(
-            low <= high, f"prefix_lm.min_prefix_ratio ({low}) exceeds max_prefix_ratio ({high}); swap them."
-        )
 
     @property
     def has_target(self) -> bool:
@@ -50,7 +37,7 @@ class PrefixLmConfig(RowSizes):
 
     @property
     def loss_share(self) -> float:
-        return 1.0 - (self.min_prefix_ratio + self.max_prefix_ratio) / 2
+        return 0.5
 
     @property
     def overhead(self) -> int:
@@ -62,9 +49,7 @@ class PrefixLmConfig(RowSizes):
 def _fill_chunk(
     row, offset, limit, document, text, unit_start, start, length, rng, scratch, length_table, settings
 ):
-    longest = min(length - 1, int(settings.max_prefix_ratio * length))
-    shortest = min(longest, int(settings.min_prefix_ratio * length))
-    prefix = shortest + below(rng, longest - shortest + 1)
+    prefix = below(rng, length)
     target, end = offset + 1 + prefix, offset + 1 + length
     row[TOKENS, offset] = settings.cls
     copy_range(row, TOKENS, offset + 1, target, text, start)

@@ -7,13 +7,10 @@ from typing import Any
 
 from data_utils.common.settings import REQUIRED, checked, fraction, setting, setting_mapping
 
-# Metrics that follow from a text's log probability, not from predictions.
-PERPLEXITIES = ("token_perplexity", "word_perplexity", "bits_per_byte")
 # Kind -> the metrics of a task whose name and settings say no others.
 KINDS = {
     "cloze": ("accuracy",), "classification": ("accuracy",), "regression": ("pearson", "spearman"),
-    "seq2seq": ("exact_match",), "blanks": ("bleu",), "language_modelling": PERPLEXITIES,
-    "lambada": ("accuracy", "word_perplexity"), "spans": ("answer_em", "answer_f1"),
+    "seq2seq": ("exact_match",), "blanks": ("bleu",), "spans": ("answer_em", "answer_f1"),
     "tagging": ("entity_f1",),
     "typing": ("loose_micro_f1", "loose_macro_f1", "strict_accuracy"),
 }  # fmt: skip
@@ -84,11 +81,8 @@ class TaskConfig:
     answer_length: int = setting(30, "Spans: maximum answer length in tokens.", at_least=1)
     stride: int = setting(
         128,
-        "Spans and language modelling: distance between the starts of consecutive windows, in tokens.",
+        "Spans: distance between the starts of consecutive windows, in tokens.",
         at_least=1,
-    )
-    bidirectional: bool = setting(
-        True, "Language modelling and lambada: bidirectional attention over the context."
     )
     masked_ratio: float = setting(
         0.7, "UniLM: fraction of the target tokens that is masked.", above=0, at_most=1

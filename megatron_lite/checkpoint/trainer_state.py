@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.common.errors import CheckpointError
-from megatron_lite.config.removed import without_removed
+from megatron_lite.config.removed import current
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class TrainerState:
                 )
             checked[entry.name] = value
         try:
-            checked["config"] = without_removed(checked["config"])
+            checked["config"] = current(checked["config"])
         except ValueError as error:
             remedy = "or continue it with the version that wrote it"
             raise CheckpointError(f"checkpoint {checkpoint} {error}; {remedy}.") from None

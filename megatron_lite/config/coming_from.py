@@ -32,7 +32,7 @@ class Argument(NamedTuple):
 
 @functools.cache
 def sources() -> dict[str, list[Argument]]:
-    """Program -> its options. Read when a command line or a DeepSpeed file has a foreign one, as it takes a while."""
+    """Program -> its options. Read when a command line has a foreign one, as it takes a while."""
     tables = load_yaml(Path(__file__).with_name("coming_from.yaml"))
     return {
         source: [

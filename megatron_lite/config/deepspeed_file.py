@@ -7,7 +7,7 @@ tree has none either, DeepSpeed's default holds for the parameters of the blocks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,7 @@ from data_utils.common.errors import ConfigError
 from data_utils.common.setting_files import shown
 from data_utils.common.settings import build, merge, nest
 from data_utils.common.untrusted import load_json
-from megatron_lite.config.deepspeed_keys import option_class
-from megatron_lite.config.deepspeed_sorting import COMMENTS, SortedOptions, ignored_keys, sort_options
+from megatron_lite.config.deepspeed_table import COMMENTS, SortedOptions, option_class, sort_options
 from megatron_lite.config.schedule import ScheduleConfig
 from megatron_lite.config.sections import BatchConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 
@@ -46,20 +45,12 @@ def with_deepspeed(
     given = tree.get("deepspeed") or {}
     if not isinstance(given, Mapping):
         return dict(tree)  # the settings refuse it
-    problems: list[str] = []
-    ignored: list[str] = []
     if path is not None:
-        file_options = load_json(path, "DeepSpeed configuration", is_hjson=True)
-        typed = overrides.get("deepspeed") or {}
-        ignored = ignored_keys(file_options)
-        file_options = {key: value for key, value in file_options.items() if key not in ignored}
-        problems = list(_contradictions(file_options, typed, "deepspeed."))
         # A DeepSpeed file stands between the YAML files and the command line.
-        given = merge(merge(given, file_options), typed)
+        file_options = load_json(path, "DeepSpeed configuration", is_hjson=True)
+        given = merge(merge(given, file_options), overrides.get("deepspeed") or {})
     source = str(path) if path is not None else ""
     options = sort_options(given)
-    options.problems += problems
-    options.no_effect |= dict.fromkeys(ignored, "DeepSpeed has no such options")
     translation = _Translation(tree, overrides, options, processes)
     translation.run()
     options.refuse(source)
@@ -74,16 +65,6 @@ def with_deepspeed(
     return result
 
 
-def _contradictions(file_options: Mapping[str, Any], typed: Mapping[str, Any], path: str) -> Iterator[str]:
-    """A sentence for each option that the file and the command line set to different values."""
-    for key in file_options.keys() & typed.keys():
-        one, other = file_options[key], typed[key]
-        if isinstance(one, Mapping) and isinstance(other, Mapping):
-            yield from _contradictions(one, other, f"{path}{key}.")
-        elif one not in (None, "auto") and other not in (None, "auto") and not _equal(one, other):
-            yield f"{path}{key} is {shown(one)} in the file but {shown(other)} as an override; make them equal."
-
-
 def _without_effect(reasons: Mapping[str, str]) -> str:
     """A note on options without effect; "" for none. Args: reasons: key -> reason."""
     by_reason: dict[str, list[str]] = {}
@@ -93,35 +74,20 @@ def _without_effect(reasons: Mapping[str, str]) -> str:
     return f"has options without effect: {'; '.join(groups)}" if groups else ""
 
 
+# Parameters of DeepSpeed's Adam that are read here, those that choose code which computes the same numbers, and those
+# that would compute others, with the value that agrees with AdamW here.
 _ADAM = {
-    "lr": "number", "betas": "numbers", "eps": "number", "weight_decay": "number", "bias_correction": "flag",
-    "adam_w_mode": "flag", "amsgrad": "flag", "max_grad_norm": "number", "torch_adam": "flag", "fused": "flag",
-    "foreach": "flag", "capturable": "flag", "differentiable": "flag", "set_grad_none": "flag", "maximize": "flag",
-    "fp32_optimizer_states": "flag", "eps_inside_sqrt": "flag",
+    "lr": "number", "betas": "numbers", "eps": "number", "weight_decay": "number", "adam_w_mode": "flag",
+    "max_grad_norm": "number",
 }  # fmt: skip
-# Parameters with which DeepSpeed's Adam computes other numbers than AdamW here: the value that agrees, the reason.
+_ADAM_KERNELS = dict.fromkeys(
+    ("torch_adam", "fused", "foreach", "capturable", "differentiable", "set_grad_none"), "flag"
+)
 _ADAM_REFUSED = {
-    "bias_correction": (True, "AdamW here uses bias correction"),
-    "amsgrad": (False, "AMSGrad is not supported"),
-    "maximize": (False, "the loss is always minimized"),
-    "fp32_optimizer_states": (True, "the optimizer state is always fp32"),
-    "eps_inside_sqrt": (False, "AdamW here adds eps outside the square root"),
-}
-_ADAM_KERNELS = (
-    "torch_adam",
-    "fused",
-    "foreach",
-    "capturable",
-    "differentiable",
-)  # which compute the same numbers
-_OTHER_OPTIMIZERS = {
-    "lamb": "DeepSpeed's LAMB clamps the trust ratio, optimizer.kind=lamb does not",
-    "onebitadam": "1-bit compression is not supported",
-    "zerooneadam": "1-bit compression is not supported",
-    "onebitlamb": "1-bit compression is not supported",
-    "muon": "DeepSpeed's Muon covers other matrices and uses other scale factors than optimizer.kind=muon",
-}
-_WARMUP = {"warmup_num_steps": "count", "warmup_type": "text", "last_batch_iteration": "whole"}
+    "bias_correction": True, "amsgrad": False, "maximize": False, "fp32_optimizer_states": True,
+    "eps_inside_sqrt": False,
+}  # fmt: skip
+_WARMUP = {"warmup_num_steps": "count", "warmup_type": "warmup", "last_batch_iteration": "none"}
 _SCHEDULES = {  # DeepSpeed's class -> our kind, and its parameters
     "WarmupLR": ("deepspeed_constant", _WARMUP | {"warmup_min_lr": "number", "warmup_max_lr": "number"}),
     "WarmupDecayLR": (
@@ -133,7 +99,6 @@ _SCHEDULES = {  # DeepSpeed's class -> our kind, and its parameters
         _WARMUP | {"warmup_min_ratio": "share", "cos_min_ratio": "share", "total_num_steps": "size"},
     ),
 }
-_SCHEDULE_PARAMETERS = {name for _, parameters in _SCHEDULES.values() for name in parameters}
 
 
 class _Translation:
@@ -307,32 +272,23 @@ class _Translation:
         return max(1, self._processes // shards)  # where the shards do not divide it, the start is refused
 
     def _optimizer(self, block: Mapping[str, Any]) -> None:
-        if not self._keys_known("optimizer", block, ("type", "params", "legacy_fusion"), _ADAM):
+        kinds = _ADAM | _ADAM_KERNELS | dict.fromkeys(_ADAM_REFUSED, "flag")
+        if not self._keys_known("optimizer", block, ("type", "params", "legacy_fusion")):
             return
         name, given = block.get("type"), block.get("params") or {}
-        if block.get("legacy_fusion"):
-            self._options.no_effect["optimizer.legacy_fusion"] = "set optimizer.kernel instead"
-        if name is None:
-            if given:
-                self._options.no_effect["optimizer.params"] = "optimizer.type is missing"
-            return
         kind = str(name).lower()
         if kind not in ("adam", "adamw"):
-            why = _OTHER_OPTIMIZERS.get(kind, "there is no such optimizer here")
-            remedy = (
-                "set optimizer.kind, one of " + _default_range("optimizer.kind") + ", and remove the block"
-            )
-            self._refuse("optimizer.type", name, f"{why}: {remedy}")
+            known = ", ".join(_field("optimizer.kind").metadata["one_of"])
+            remedy = f"only Adam and AdamW are read: set optimizer.kind, one of {known}, and remove the block"
+            self._refuse("optimizer.type", name, remedy)
             return
-        params = self._parameters("optimizer", given, _ADAM)
-        for param, (supported, why) in _ADAM_REFUSED.items():
+        params = self._parameters("optimizer", given, kinds)
+        for param, supported in _ADAM_REFUSED.items():
             if params.get(param, supported) is not supported:
-                self._refuse(
-                    f"optimizer.params.{param}", params[param], f"{why}: set it to {shown(supported)}"
-                )
-        for param in _ADAM_KERNELS:
-            if params.get(param):
-                self._options.no_effect[f"optimizer.params.{param}"] = "set optimizer.kernel instead"
+                remedy = f"AdamW here computes other numbers: set it to {shown(supported)}"
+                self._refuse(f"optimizer.params.{param}", params[param], remedy)
+        chosen = [f"optimizer.params.{param}" for param in _ADAM_KERNELS if params.get(param)]
+        self._options.no_effect |= dict.fromkeys(chosen, "set optimizer.kernel instead")
         betas = params.get("betas")
         if betas is not None and len(betas) != 2:
             self._refuse("optimizer.params.betas", list(betas), "it must be two numbers")
@@ -367,13 +323,9 @@ class _Translation:
             self._set("optimizer.clip_grad_norm", clip, "optimizer.params.max_grad_norm")
 
     def _scheduler(self, block: Mapping[str, Any]) -> None:
-        if not self._keys_known("scheduler", block, ("type", "params"), _SCHEDULE_PARAMETERS):
+        if not self._keys_known("scheduler", block, ("type", "params")):
             return
         name, given = block.get("type"), block.get("params") or {}
-        if name is None:
-            if given:
-                self._options.no_effect["scheduler.params"] = "scheduler.type is missing"
-            return
         if not isinstance(name, str) or name not in _SCHEDULES:
             known = ", ".join(_SCHEDULES)
             remedy = f"only DeepSpeed's {known} are supported: use the section schedule instead, and remove this block"
@@ -382,11 +334,6 @@ class _Translation:
         kind, kinds = _SCHEDULES[name]
         problems = len(self._options.problems)
         params = self._parameters("scheduler", given, kinds)
-        if params.get("last_batch_iteration", -1) != -1:
-            remedy = "the schedule depends on the step only: remove it"
-            self._refuse("scheduler.params.last_batch_iteration", params["last_batch_iteration"], remedy)
-        if params.get("warmup_type", "log") not in ("log", "linear"):
-            self._refuse("scheduler.params.warmup_type", params["warmup_type"], "it must be log or linear")
         if "total_num_steps" in kinds and "total_num_steps" not in given:
             self._refuse("scheduler.type", name, "set total_num_steps in its params, or auto")
         first = floor = self._lowest(name, given, params)
@@ -431,15 +378,12 @@ class _Translation:
             return 0.0
         return float(lowest / peak)
 
-    def _keys_known(
-        self, name: str, block: Mapping[str, Any], known: tuple[str, ...], parameters: Collection[str]
-    ) -> bool:
+    def _keys_known(self, name: str, block: Mapping[str, Any], known: tuple[str, ...]) -> bool:
         wrong = [key for key in block if key not in known and not str(key).startswith(COMMENTS)]
         for key in wrong:
-            remedy = f"valid keys here are {', '.join(known)}"
-            if key in parameters:
-                remedy = f"move it into deepspeed.{name}.params, or remove it"
-            self._options.problems.append(f"unknown setting deepspeed.{name}.{key}; {remedy}.")
+            self._options.problems.append(
+                f"unknown setting deepspeed.{name}.{key}; valid keys here are {', '.join(known)}; others are in params."
+            )
         params = block.get("params")
         if not isinstance(params, Mapping) and params not in (None, "auto"):
             self._refuse(f"{name}.params", params, "it must be a mapping: write its keys, or remove it")
@@ -485,10 +429,9 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _default(setting: str) -> Any:
-    name, _, key = setting.partition(".")
-    return _DEFAULTS[name].__dataclass_fields__[key].default  # type: ignore[attr-defined]
+    return _field(setting).default
 
 
-def _default_range(setting: str) -> str:
+def _field(setting: str) -> Any:
     name, _, key = setting.partition(".")
-    return ", ".join(_DEFAULTS[name].__dataclass_fields__[key].metadata["one_of"])  # type: ignore[attr-defined]
+    return _DEFAULTS[name].__dataclass_fields__[key]  # type: ignore[attr-defined]

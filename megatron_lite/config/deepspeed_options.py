@@ -12,8 +12,7 @@ from typing import Any
 
 from data_utils.common.setting_files import shown
 from data_utils.common.settings import merge, nest
-from megatron_lite.config.deepspeed_file import sort_options
-from megatron_lite.config.deepspeed_keys import KEYS
+from megatron_lite.config.deepspeed_table import sort_options, table
 from megatron_lite.config.sections import BatchConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 
 # Defaults that a user may change: the type in which gradients are summed over ranks (DeepSpeed would take that of the
@@ -45,7 +44,7 @@ def deepspeed_options(
     sorted_options = sort_options(given)
     derived = _derived(batch, optimizer, parallel, training, dp_size)
     for key, value in sorted_options.settings.items():
-        expected, source = derived.get(key, (None, KEYS[key].reason))
+        expected, source = derived.get(key, (None, table().options[key].reason))
         if key not in derived:
             sorted_options.problems.append(
                 f"deepspeed.{key} corresponds to {source}; set that instead, or set the option in a file or as an "

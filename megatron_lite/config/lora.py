@@ -15,12 +15,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from data_utils.common.setting_files import shown
 from data_utils.common.settings import REQUIRED, check, checked, setting
 
-ModelConfig = Any  # model.ModelConfig: model.py imports this file, and imports go one way
+if TYPE_CHECKING:  # they import this module
+    from megatron_lite.config.model import ModelConfig
+    from megatron_lite.config.tree import Config
+
 LORA = ".lora."  # in the names of the parameters of updates, and of no others
 WHOLE = "whole"  # the update of a layer that the class has as one module too
 # Our layers that classes have as several modules, and what each computes.
@@ -203,4 +206,51 @@ def check_lora(model: ModelConfig) -> None:
     check(
         model.lora is None or not model.adapter_size,
         f"model.lora is set with model.adapter_size ({model.adapter_size}), other adapters; remove one of them.",
+    )
+
+
+def check_updates(config: Config) -> None:
+    """Raise ConfigError for a run that cannot train low-rank updates alone."""
+    lora, finetune = config.model.lora, config.finetune
+    check(
+        config.decoder is None or config.decoder.lora is None,
+        "decoder.lora is set, but LoRA trains one Transformer; set it to null.",
+    )
+    if lora is None:
+        check(
+            config.task is None or finetune.trained != "lora",
+            "finetune.trained is lora, but model.lora is null; set model.lora.rank to a rank such as 8.",
+        )
+        return
+    of_models = [choice.name for choice in config.objective_choices if choice.section.model_module]
+    for name, value, is_allowed, why, remedy in (
+        (
+            "objectives", ", ".join(of_models), not of_models, "trains more than one Transformer",
+            "set model.lora to null",
+        ),
+        (
+            "optimizer.kind", config.optimizer.kind, config.optimizer.kind == "adamw",
+            "has no rule for LoRA's factors, one of which begins at zero", "set it to adamw",
+        ),
+        (
+            "ema.decay", config.ema.decay, config.ema.decay is None, "would average frozen weights",
+            "set it to null",
+        ),
+        (
+            "finetune.trained", finetune.trained, config.task is None or finetune.trained == "lora",
+            "trains other weights", "set it to lora, or model.lora to null",
+        ),
+        (
+            "finetune.unfreeze", finetune.unfreeze, finetune.unfreeze == "all", "trains other weights later",
+            "set it to all",
+        ),
+    ):  # fmt: skip
+        check(is_allowed, f"{name} is {value} with model.lora, but it {why}; {remedy}.")
+    layers = updated_parts(config.model)
+    check(
+        config.parallel.pipeline_parallel_size == 1
+        or any(not path.startswith("cross_attention.") for path in layers),
+        f"model.lora.targets is {list(lora.targets)} with parallel.pipeline_parallel_size "
+        f"{config.parallel.pipeline_parallel_size}, but stages of encoder blocks would have nothing to train; add a "
+        "target in self-attention or in the FFN.",
     )

@@ -9,12 +9,13 @@ import math
 from dataclasses import dataclass, fields
 
 from data_utils.common.losses import CLASS_HEADS
-from data_utils.common.settings import REQUIRED, check, checked, setting
+from data_utils.common.settings import REQUIRED, check, checked, section, setting
 from megatron_lite.config.lora import LoraConfig, check_lora
 from megatron_lite.config.systems import FIXED, LEFT_OUT, SYSTEMS
+from megatron_lite.config.task_head import OF_TEXTS, TaskHeadConfig, check_task_head
 
 # Another one is also computed in transformer/kernels/fused.py and triton_kernels.py
-# and named in hf/files/system_table.py.
+# and named in hf/common/system_table.py.
 ACTIVATIONS = ("gelu_tanh", "gelu_erf", "relu", "silu")
 NORMS = ("pre", "post", "deepnorm")
 POSITIONS = ("learned_blocks", "learned", "rotary", "none")
@@ -22,7 +23,6 @@ BLOCK_POSITIONS = ("added", "table", "halves", "none")
 RELATIVE = ("none", "buckets", "xlnet", "disentangled")
 FFNS = ("plain", "gated")
 BIASES = ("all", "qkv", "mlp", "none")
-TASK_HEADS = ("none", "classes", "values", "tags", "spans")
 INITS = ("gpt2", "plain", "uniform", "t5", "deepnorm")
 
 
@@ -255,39 +255,7 @@ class ModelConfig:
         at_least=0,
         below=1,
     )
-    task_head: str = setting(
-        "none",
-        "Head added by fine-tuning: classes or values (per text), tags (per word), spans (first and last "
-        "token of an answer); none = tasks are solved by predicting tokens.",
-        one_of=TASK_HEADS,
-    )
-    task_classes: int = setting(0, "Number of classes or tags of the task head.", at_least=0)
-    task_heads: tuple[str, ...] = setting(
-        (), "Heads of several tasks, each NAME:TYPE:CLASSES; filled in by fine-tuning on several tasks."
-    )
-    task_pooler: bool | None = setting(
-        None,
-        "Pooler (task_pooler_kind) before a head of classes or values: the pretrained one if the model has "
-        "it, otherwise a new one; null = only if the model has one.",
-    )
-    task_pooler_kind: str = setting(
-        "tanh",
-        "Activation of the task pooler: tanh or gelu (ELECTRA); transform = use head_transform as pooler, "
-        "for tags and spans too (ModernBERT).",
-        one_of=("tanh", "gelu", "transform"),
-    )
-    task_mix: bool = setting(
-        False,
-        "The task head reads a learned weighted average of the outputs of the embeddings and all blocks "
-        "instead of the last output (ELMo).",
-    )
-    task_pool: str = setting(
-        "token",
-        "Input of a head of classes or values: token = the classification token; concat = that token, max "
-        "pooling and mean pooling over all tokens, through a ReLU layer (ULMFiT).",
-        one_of=("token", "concat"),
-    )
-    task_dropout: float = setting(0.1, "Dropout probability before the task head.", at_least=0, below=1)
+    task_head: TaskHeadConfig = section(TaskHeadConfig)
     span_boundary_places: int = setting(
         0,
         "Positions that SpanBERT's boundary head predicts from the tokens around a span; 0 = no such head.",
@@ -331,22 +299,9 @@ class ModelConfig:
         return math.sqrt(scale / 3 if self.relative == "disentangled" else scale)
 
     @property
-    def task_outputs(self) -> int:
-        """Outputs of the task's head for each position or text; 0 = there is no head."""
-        return {"none": 0, "values": 1, "spans": 2}.get(self.task_head, self.task_classes)
-
-    @property
     def has_task_pooler(self) -> bool:
-        """Whether the layer of task_pooler comes before the task's head."""
-        chosen = self.sentence_classes > 0 if self.task_pooler is None else self.task_pooler
-        heads = ("classes", "values") if self.task_pooler_kind != "transform" else TASK_HEADS[1:]
-        types = {self.task_head, *(head.split(":")[1] for head in self.task_heads)}
-        return chosen and not types.isdisjoint(heads) and not self.has_task_pool
-
-    @property
-    def has_task_pool(self) -> bool:
-        """Whether the task's head reads all tokens of a text."""
-        return self.task_pool != "token" and self.task_head in ("classes", "values")
+        """Whether a pooler comes before the task's head."""
+        return self.task_head.has_pooler(is_pretrained=self.sentence_classes > 0)
 
     def is_local(self, layer: int) -> bool:
         """Whether a layer attends within `attention_window` only."""
@@ -424,18 +379,18 @@ class ModelConfig:
         return self.biases == "all" or self.biases == product
 
 
-# Options that change training, but not what a trained model computes.
+# Dotted names of options that change training, but not what a trained model computes.
 OF_TRAINING = frozenset(
     (
         "system", "embedding_dropout", "attention_dropout", "activation_dropout", "output_dropout", "final_dropout",
-        "sentence_dropout", "task_dropout", "task_pooler", "init", "init_std", "init_cutoff", "init_words_std",
-        "init_positions_std", "embedding_gradient_shrink",
+        "sentence_dropout", "task_head.dropout", "task_head.pooler", "init", "init_std", "init_cutoff",
+        "init_words_std", "init_positions_std", "embedding_gradient_shrink",
     )
 )  # fmt: skip
 # All options that GLM's exported class supports.
 _OF_GLM = OF_TRAINING | {
     "num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position", "layernorm_epsilon", "activation",
-    "positions", "block_positions", "rotary_share", "rotary_base", "task_head", "task_classes", "task_heads",
+    "positions", "block_positions", "rotary_share", "rotary_base", "task_head",
     "logit_soft_cap", "mup",
 }  # fmt: skip
 
@@ -505,27 +460,7 @@ def _check_model(model: ModelConfig) -> None:
     _check_disentangled(model)
     _check_mup(model)
     check_lora(model)
-    has_classes = model.task_head in ("classes", "tags")
-    check(
-        has_classes == (model.task_classes > 0),
-        f"model.task_classes is {model.task_classes} with model.task_head {model.task_head}; "
-        + ("set it to the number of classes, 2 or more." if has_classes else "set it to 0."),
-    )
-    check(
-        model.task_pool == "token" or model.task_pooler is None,
-        f"model.task_pool is {model.task_pool} with model.task_pooler {model.task_pooler}, but the pool "
-        "has its own layer; remove task_pooler.",
-    )
-    check(
-        model.task_pooler_kind != "transform" or (model.head_transform and model.embedding_size is None),
-        "model.task_pooler_kind is transform, which needs model.head_transform and no "
-        "model.embedding_size; set it to tanh or gelu.",
-    )
-    check(
-        model.task_head == "none" or not model.decoder_layers,
-        f"model.task_head is {model.task_head} with model.decoder_layers ({model.decoder_layers}), but "
-        "task heads need a single stack; remove task_head and solve the task by predicting tokens.",
-    )
+    check_task_head(model)
 
 
 def _check_class_heads(model: ModelConfig) -> None:
@@ -626,7 +561,10 @@ def _is_plain(model: ModelConfig) -> bool:
     others = (field for field in fields(model) if field.name not in _OF_GLM)
     # Options that are not listed count: a new option is refused until GLM's class supports it.
     is_default = all(getattr(model, field.name) == field.default for field in others)
-    has_its_head = model.task_head in ("none", "classes", "values") and not model.has_task_pooler
+    head = model.task_head
+    has_its_head = head.type in ("none", *OF_TEXTS) and not (
+        model.has_task_pooler or head.has_pool or head.mix
+    )
     is_known = model.activation.startswith("gelu") and model.positions in ("learned_blocks", "rotary")
     return is_default and is_known and has_its_head
 

@@ -10,8 +10,9 @@ from data_utils.common.setting_files import shown
 from data_utils.common.settings import check
 from data_utils.objectives import OBJECTIVES, objective_class
 from megatron_lite.config.attention import check_attention
-from megatron_lite.config.lora import updated_parts
+from megatron_lite.config.lora import check_updates
 from megatron_lite.config.systems import ENCODER_DECODERS, can_mean, usual_objective
+from megatron_lite.config.task_head import check_head
 
 if TYPE_CHECKING:  # tree.py imports this module
     from megatron_lite.config.tree import Config
@@ -35,8 +36,9 @@ def check_together(config: Config) -> None:
     if config.training.cuda_graphs:
         _check_graphs(config)
     _check_decoder(config)
+    check_head(config)
     _check_task(config)
-    _check_lora(config)
+    check_updates(config)
     config.data.check_decoder(config.decoder_tokenizer is not None)
     _check_second_stack(config)
     for choice in config.objective_choices:
@@ -293,27 +295,7 @@ def _check_parallel_sizes(config: Config) -> None:
 
 
 def _check_task(config: Config) -> None:
-    task, head = config.task, config.model.task_head
-    check(
-        task is not None or head == "none",
-        f"model.task_head is {head}, but the run has no task; use scripts/finetune.py, or set task_head "
-        "to none.",
-    )
-    check(
-        bool(config.tasks) or not config.model.task_heads,
-        f"model.task_heads is {shown(list(config.model.task_heads))}, but the run has no tasks; remove "
-        "it: fine-tuning on several tasks fills it in.",
-    )
-    if task is None:
-        check(
-            not config.model.task_mix,
-            f"model.task_mix is true, but it needs a task head and model.task_head is {head}; set it to false.",
-        )
-        check(
-            config.model.task_pool == "token",
-            f"model.task_pool is {config.model.task_pool}, but it needs a task head and model.task_head is "
-            f"{head}; set it to token.",
-        )
+    if config.task is None:
         return
     check(
         config.finetune.trained != "adapters" or config.model.adapter_size > 0,
@@ -330,53 +312,6 @@ def _check_task(config: Config) -> None:
         normalization == "global_tokens",
         f"training.loss_normalization is {normalization}, but fine-tuning divides the loss by the number "
         "of labels in the step; set it to global_tokens.",
-    )
-
-
-def _check_lora(config: Config) -> None:
-    """Check what trains low-rank updates alone. Raises: ConfigError."""
-    lora, finetune = config.model.lora, config.finetune
-    check(
-        config.decoder is None or config.decoder.lora is None,
-        "decoder.lora is set, but LoRA trains one Transformer; set it to null.",
-    )
-    if lora is None:
-        check(
-            config.task is None or finetune.trained != "lora",
-            "finetune.trained is lora, but model.lora is null; set model.lora.rank to a rank such as 8.",
-        )
-        return
-    of_models = [choice.name for choice in config.objective_choices if choice.section.model_module]
-    for name, value, is_allowed, why, remedy in (
-        (
-            "objectives", ", ".join(of_models), not of_models, "trains more than one Transformer",
-            "set model.lora to null",
-        ),
-        (
-            "optimizer.kind", config.optimizer.kind, config.optimizer.kind == "adamw",
-            "has no rule for LoRA's factors, one of which begins at zero", "set it to adamw",
-        ),
-        (
-            "ema.decay", config.ema.decay, config.ema.decay is None, "would average frozen weights",
-            "set it to null",
-        ),
-        (
-            "finetune.trained", finetune.trained, config.task is None or finetune.trained == "lora",
-            "trains other weights", "set it to lora, or model.lora to null",
-        ),
-        (
-            "finetune.unfreeze", finetune.unfreeze, finetune.unfreeze == "all", "trains other weights later",
-            "set it to all",
-        ),
-    ):  # fmt: skip
-        check(is_allowed, f"{name} is {value} with model.lora, but it {why}; {remedy}.")
-    layers = updated_parts(config.model)
-    check(
-        config.parallel.pipeline_parallel_size == 1
-        or any(not path.startswith("cross_attention.") for path in layers),
-        f"model.lora.targets is {list(lora.targets)} with parallel.pipeline_parallel_size "
-        f"{config.parallel.pipeline_parallel_size}, but stages of encoder blocks would have nothing to train; add a "
-        "target in self-attention or in the FFN.",
     )
 
 

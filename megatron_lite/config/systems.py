@@ -17,7 +17,7 @@ _BERT: dict[str, Any] = {
     "sentence_classes": 2, "init": "plain",
 }  # fmt: skip
 
-_ELECTRA = {**_BERT, "sentence_classes": 0, "task_pooler_kind": "gelu"}
+_ELECTRA = {**_BERT, "sentence_classes": 0, "task_head": {"pooler_kind": "gelu"}}
 _ROBERTA = {**_BERT, "layernorm_epsilon": 1e-5, "segments": 1, "sentence_classes": 0}
 
 _GLM4: dict[str, Any] = {
@@ -38,7 +38,7 @@ _MODERNBERT: dict[str, Any] = {
     "embedding_norm": True, "first_norm": False, "norm_bias": False, "biases": "none", "activation": "gelu_erf",
     "ffn": "gated", "positions": "rotary", "rotary_base": 1.6e5, "rotary_base_local": 1e4, "attention_window": 64,
     "global_every": 3, "max_position": 8191, "head_transform": True, "head_transform_bias": False, "head_bias": True,
-    "task_pooler_kind": "transform", "init_cutoff": 2.0, "embedding_dropout": 0.0, "attention_dropout": 0.0,
+    "task_head": {"pooler_kind": "transform"}, "init_cutoff": 2.0, "embedding_dropout": 0.0, "attention_dropout": 0.0,
     "output_dropout": 0.0,
 }  # fmt: skip
 
@@ -84,7 +84,8 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "unilm": {**_BERT, "layernorm_epsilon": 1e-5, "segments": 6},
     "deberta_v3": {
         **_BERT, "layernorm_epsilon": 1e-7, "positions": "none", "segments": 0, "sentence_classes": 0,
-        "relative": "disentangled", "position_buckets": 256, "position_norm": True, "task_pooler_kind": "gelu",
+        "relative": "disentangled", "position_buckets": 256, "position_norm": True,
+        "task_head": {"pooler_kind": "gelu"},
     },
     "unilmv2": {**_BERT, "relative": "buckets", "sentence_classes": 0},
     "bart": _BART,

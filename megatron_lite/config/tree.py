@@ -35,14 +35,14 @@ from data_utils.objectives.interface import ObjectiveConfig
 from data_utils.tasks.config import TaskConfig
 from data_utils.tokenizers.tokenizer_readers import TokenizerConfig
 from megatron_lite.config.deepspeed_file import with_deepspeed
-from megatron_lite.config.deepspeed_keys import ALIASES, KEYS
 from megatron_lite.config.deepspeed_options import deepspeed_options
+from megatron_lite.config.deepspeed_table import table
 from megatron_lite.config.finetuning import FinetuneConfig
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.phase_plan import PhasePlan
 from megatron_lite.config.phases import PhaseConfig
-from megatron_lite.config.removed import without_removed
+from megatron_lite.config.removed import moved_settings, without_removed
 from megatron_lite.config.rules import alone, check_together
 from megatron_lite.config.schedule import ScheduleConfig
 from megatron_lite.config.sections import (
@@ -330,6 +330,7 @@ def load_tree(
     A warm-up that is not shorter than an override such as `training.steps=30` becomes the same fraction of these steps
     that it is of the files' steps, so that one setting suffices to try the first steps of a recipe.
     """
+    files = tuple(files)
     file_tree: dict[str, Any] = {}
     for path in files:
         file_tree = merge(file_tree, load_file(path))
@@ -341,6 +342,8 @@ def load_tree(
     except ValueError as error:
         raise ConfigError(f"the configuration {error}.") from None
     tree = merge(file_tree, typed)
+    if moved := moved_settings(tree):
+        raise with_locations(SettingsError(moved), setting_locations(files), typed)
     schedule = _section(tree, "schedule")
     file_steps, steps, warmup = (
         value if type(value) is int else 0
@@ -371,8 +374,8 @@ def load_file(path: str | Path) -> dict[str, Any]:
     tree = load_yaml(path)
     names = fields_by_key(Config)
     others = [str(key) for key in tree if key not in names]
-    deepspeeds = {key.partition(".")[0] for key in (*KEYS, *ALIASES)}
-    if others and suffix not in (".yaml", ".yml") and 2 * len(deepspeeds.intersection(tree)) > len(tree):
+    is_foreign = bool(others) and suffix not in (".yaml", ".yml")
+    if is_foreign and 2 * len(table().top_level.intersection(tree)) > len(tree):
         raise ConfigError(f"{path} is a DeepSpeed file; pass it as --deepspeed_config {path}.")
     if len(others) < _FEW or 2 * len(others) <= len(tree):
         return tree  # with mistakes, which are named one by one

@@ -15,6 +15,7 @@ from data_utils.common.errors import ConfigError
 from data_utils.common.setting_files import shown
 from data_utils.common.settings import merge, to_tree
 from megatron_lite.checkpoint.manifest import checkpoints_in, is_checkpoint, list_checkpoints
+from megatron_lite.config.task_head import replace_head
 from megatron_lite.config.tree import Config
 from megatron_lite.finetune.evaluation import Evaluation, EvaluationResult, Model, Predict
 from megatron_lite.finetune.setup import (
@@ -106,7 +107,8 @@ def with_one_head(run: OpenRun, tree: Mapping[str, Any], name: Path) -> OpenRun:
         raise ConfigError(
             f"{name} was trained on the tasks {', '.join(names)}; give one of them with --task FILE."
         )
-    of_task = task_configs(run.config.model).get(chosen, replace(run.config.model, task_heads=()))
+    model = run.config.model
+    of_task = task_configs(model).get(chosen, replace_head(model, heads=()))
     config = replace(run.config, task=run.config.tasks[names.index(chosen)], tasks=(), model=of_task)
     return replace(run, config=config, checkpoint=run.checkpoint.with_task_head(chosen))
 
@@ -135,19 +137,19 @@ def task_of(run: OpenRun, tree: Mapping[str, Any], name: Path) -> Task:
     if "name" not in together["task"]:
         raise ConfigError(f"{name} was not trained on a task; give one with --task FILE.")
     # First what the checkpoint is: settings and files of the task would not help it.
-    if HEAD_OF_KIND.get(kind, has.task_head) != has.task_head:
-        found = "no head" if has.task_head == "none" else f"a head for {has.task_head}"
+    if HEAD_OF_KIND.get(kind, has.task_head.type) != has.task_head.type:
+        found = "no head" if has.task_head.type == "none" else f"a head for {has.task_head.type}"
         raise ConfigError(
             f"{name} has {found}, but a task of kind {kind} needs one for {HEAD_OF_KIND[kind]}; tune it on the task "
             "with scripts/finetune.py, or give a checkpoint that was."
         )
-    together["model"] = {**together["model"], **HEADLESS}
+    together["model"] = merge(together["model"], HEADLESS)
     task = prepare(together)
     needed = task.config.model
-    if kind in HEAD_OF_KIND and needed.task_classes != has.task_classes:
+    if kind in HEAD_OF_KIND and needed.task_head.classes != has.task_head.classes:
         raise ConfigError(
-            f"{name} has a head for {has.task_classes} classes, but the task has {needed.task_classes}; give a "
-            "checkpoint that was fine-tuned on this task."
+            f"{name} has a head for {has.task_head.classes} classes, but the task has {needed.task_head.classes}; "
+            "give a checkpoint that was fine-tuned on this task."
         )
     if not task.validation and not task.test:
         raise ConfigError("the task names no file to evaluate on; set task.validation or task.test.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,10 +16,9 @@ from data_utils.tasks.base import TaskRecord, TaskSample, target_group_with_loss
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.metrics.decode_outputs import positive_label, prediction, probabilities, references
 from data_utils.tasks.metrics.metrics import measure
-from data_utils.tasks.metrics.metrics_by_task import LOSS, perplexities, task_metrics
+from data_utils.tasks.metrics.metrics_by_task import LOSS, task_metrics
 from data_utils.tasks.readers.pairs import sentences_on_lines
 from data_utils.tasks.templates.render import Renderer
-from data_utils.tasks.templates.windows import Lambada
 from megatron_lite.finetune.data import make_task_batch
 from megatron_lite.finetune.writing import Write
 from megatron_lite.parallel.context import ParallelContext
@@ -63,7 +61,6 @@ class Evaluation:
         size: int,
     ):
         self._task, self._renderer, self._context, self._size = task, renderer, context, size
-        self._all_records = list(records)
         self._skipped = getattr(records, "skipped", 0)
         self.records = renderer.prepare(records, training=False)
         # Evaluation draws nothing at random, so every evaluation sees the same samples.
@@ -74,13 +71,8 @@ class Evaluation:
 
     def run(self, model: Model) -> EvaluationResult:
         """Evaluate the file. Every rank calls this and gets the same result."""
-        if self._renderer.head == "tokens":
-            result = self._evaluate_texts(model)
-        elif self._task.kind == "lambada":
-            result = self._evaluate_last_words(model)
-        else:
-            result = self._evaluate_head(model)
-        return replace(result, skipped=self._skipped)
+        evaluate = self._evaluate_texts if self._renderer.head == "tokens" else self._evaluate_head
+        return replace(evaluate(model), skipped=self._skipped)
 
     def _evaluate_head(self, model: Model) -> EvaluationResult:
         """The predictions of a head, or of scored choices, and their metrics."""
@@ -115,18 +107,10 @@ class Evaluation:
         )
 
     def guesses(self) -> list[dict[str, float]]:
-        """The metrics of answers that read no sample, the best ones for this file: one label for all, or of texts the
-        frequency of each token.
+        """The metrics of answers that read no sample, the best ones for this file: one label for all; and of texts the
+        loss by the frequency of each token.
         """
-        groups = [group for sample in self._samples for group in sample.target_groups]
-        nll = frequency_loss(np.concatenate([group.targets for group in groups])) if groups else 0.0
-        tokens = sum(len(group.targets) for group in groups)
-        if self._task.kind == "language_modelling":
-            return [self._perplexities(nll * tokens, tokens)]
         labels = [record.label for record in self.records]
-        if self._task.kind == "lambada":
-            share = max(Counter(labels).values()) / len(labels)
-            return [{"accuracy": share, "word_perplexity": math.exp(min(nll * tokens / len(labels), 700.0))}]
         kind = self._renderer.prediction_type
         if kind in ("entities", "tags"):
             tags = _commonest(tag for label in labels for tag in label)
@@ -138,25 +122,11 @@ class Evaluation:
             candidates = ["", *_commonest(first)[:1]]
         else:
             candidates = _commonest(labels)
-        losses = {LOSS: nll} if self._renderer.head == "tokens" else {}
+        losses = {}
+        if self._renderer.head == "tokens":
+            targets = [group.targets for sample in self._samples for group in sample.target_groups]
+            losses[LOSS] = frequency_loss(np.concatenate(targets)) if targets else 0.0
         return [{**self._measure([guess] * len(labels)), **losses} for guess in candidates]
-
-    def _evaluate_last_words(self, model: Model) -> EvaluationResult:
-        """LAMBADA: accuracy, perplexity and the generated words, None without `model.write`."""
-        # [samples, 2]: log probability of the word, and whether all its tokens are the likeliest.
-        outputs = np.concatenate(self._outputs(model.predict, self._samples))
-        right = [bool(flag) for flag in outputs[:, 1]]
-        word_perplexity = math.exp(min(-outputs[:, 0].mean(), 700.0))
-        metrics = {"accuracy": sum(right) / len(right), "word_perplexity": word_perplexity}
-        words: list[str | None] = [None] * len(right)
-        if model.write is not None:
-            template, texts = self._renderer.task_type, self._generate(model.write)
-            assert isinstance(template, Lambada)
-            words = [
-                template.predicted(record, text, is_right=flag)
-                for record, text, flag in zip(self.records, texts, right, strict=True)
-            ]
-        return EvaluationResult(metrics, self.records, words, self.cut, {"right": right})
 
     def _evaluate_texts(self, model: Model) -> EvaluationResult:
         """Losses and metrics of tasks that are trained by the documents' own targets."""
@@ -164,8 +134,6 @@ class Evaluation:
         outputs = self._outputs(model.predict, labelled)
         total = -sum(float(output[:, 0].sum()) for output in outputs)
         tokens = sum(len(group.targets) for sample in labelled for group in sample.target_groups)
-        if self._task.kind == "language_modelling":
-            return EvaluationResult(self._perplexities(total, tokens), self._all_records, [], self.cut)
         losses = {LOSS: total / tokens} if tokens else {}
         if model.write is None:
             return EvaluationResult(losses, self.records, [], self.cut)
@@ -175,19 +143,6 @@ class Evaluation:
             compared = [sentences_on_lines(text) for text in predictions]  # as the references are
         metrics = {**self.compute_metrics(compared), **losses}
         return EvaluationResult(metrics, self.records, predictions, self.cut)
-
-    def _perplexities(self, nll: float, tokens: int) -> dict[str, float]:
-        """Perplexities. The first word and the bytes of the first token of each text are not predicted."""
-        texts = [record.fields["text"] for record in self._all_records]
-        counts = [
-            record.fields.get("word_count", len(text.split())) - 1
-            for record, text in zip(self._all_records, texts, strict=True)
-        ]
-        size = 0
-        for text in texts:
-            _, offsets = self._renderer.inputs.tokenizer.encode_with_offsets(text)
-            size += len(text[offsets[0][1] :].encode("utf-8"))
-        return perplexities(nll, tokens, max(1, sum(counts)), size)
 
     @functools.cached_property
     def _prompts(self) -> list[list[int]]:

@@ -56,10 +56,10 @@ class HarnessOptions:
     """How requests become model inputs.
 
     Args:
-        form, mask, bidirectional: as in the section `task`.
+        form, mask: as in the section `task`; auto takes [gMASK] of a run that has learnt it.
         sequence_length: most tokens of an input; None = as many as the model has positions.
         stride: tokens between the starts of windows of whole texts; None = half a window.
-        score_end, allow_masks, first_token, no_start: see Continuations.
+        bidirectional, score_end, allow_masks, first_token, no_start: see Continuations.
     """
 
     form: str = "auto"
@@ -103,7 +103,10 @@ class Harness:
         }  # fmt: skip
         if input_format.name == "glm":
             mask, _ = self.template.inputs.mask()
-            report |= {"mask": self.run.tokenizer.special_names[mask], "bidirectional": task.bidirectional}
+            report |= {
+                "mask": self.run.tokenizer.special_names[mask],
+                "bidirectional": self.options.bidirectional,
+            }
         return report | ({"note": PSEUDO} if self.template.is_pseudo else {})
 
     # ---- log probabilities ----
@@ -278,21 +281,24 @@ class Harness:
 def make_template(run: OpenRun, options: HarnessOptions) -> Continuations:
     """What makes model inputs of requests; needs no weights. Raises: ConfigError as `Harness`."""
     longest = _longest(run.config, options.sequence_length)
-    task = TaskConfig(
-        name="harness",
-        kind="language_modelling",
-        reader="text",
-        form=options.form,
-        mask=options.mask,
-        sequence_length=longest,
-        stride=options.stride or max(1, (longest - 1) // 2),
-        bidirectional=options.bidirectional,
-    )
     input_format = choose_input_format(
         options.form, run.config.objective_choices, run.config.model.decoder_layers > 0
     )
+    mask = options.mask
+    if mask == "auto" and input_format.name == "glm":
+        mask = next(name for name in ("gmask", "mask", "smask") if name in input_format.masks)
+    task = TaskConfig(
+        name="harness",
+        kind="blanks",
+        reader="text",
+        form=options.form,
+        mask=mask,
+        sequence_length=longest,
+        stride=options.stride or max(1, (longest - 1) // 2),
+    )
     template = Continuations(
         Inputs(task, run.tokenizer, input_format, run.config.training.seed),
+        bidirectional=options.bidirectional,
         score_end=options.score_end,
         allow_masks=options.allow_masks,
         first_token=options.first_token,

@@ -21,6 +21,7 @@ from data_utils.common.errors import ConfigError, expanded_path
 from data_utils.common.seeds import derive_seed
 from data_utils.common.setting_files import load_yaml, shown
 from data_utils.common.settings import check, merge
+from megatron_lite.config.task_head import replace_head
 from megatron_lite.config.tree import Config
 
 
@@ -46,12 +47,12 @@ def join_configs(config: Config, parts: Sequence[Config]) -> Config:
     """The configuration of the run. Args: parts: the same with the section and head of one task each."""
     tasks = [part.task for part in parts if part.task is not None]
     heads = tuple(
-        f"{part.task.name}:{part.model.task_head}:{part.model.task_classes}"
+        f"{part.task.name}:{part.model.task_head.type}:{part.model.task_head.classes}"
         for part in parts
-        if part.task is not None and part.model.task_head != "none"
+        if part.task is not None and part.model.task_head.type != "none"
     )
     check_run(config, len(heads) == len(parts))
-    return replace(config, tasks=tuple(tasks), model=replace(config.model, task_heads=heads))
+    return replace(config, tasks=tuple(tasks), model=replace_head(config.model, heads=heads))
 
 
 def check_run(config: Config, all_headed: bool) -> None:
@@ -64,12 +65,13 @@ def check_run(config: Config, all_headed: bool) -> None:
             "and -: set name in the section of the task.",
         )
     of_heads = (config.finetune.trained, config.finetune.unfreeze)
+    pool = config.model.task_head.pool
     refused = {
         f"parallel.zero_stage is {config.parallel.zero_stage}": (
             config.parallel.zero_stage == 3, "whose optimizer would change idle heads; set it to 2"
         ),
         f"finetune.lm_weight is {config.finetune.lm_weight}": (config.finetune.lm_weight > 0, "set it to 0"),
-        f"model.task_pool is {config.model.task_pool}": (config.model.task_pool != "token", "set it to token"),
+        f"model.task_head.pool is {pool}": (pool != "token", "set it to token"),
         "batch.ramp is set": (config.batch.ramp is not None, "whose batches have one size; leave it out"),
         f"finetune has trained {of_heads[0]}, unfreeze {of_heads[1]}": (
             (of_heads[0] == "head" or of_heads[1] not in ("all", "gradual")) and not all_headed,

@@ -60,7 +60,7 @@ INITIAL_WEIGHTS_ADVICE = (
 MOST_LOOKED_AT = 2000  # training samples, in even steps, of which the share that is cut is counted
 LEAST_RATE = 1e-4  # that small models need
 LITTLE_PROGRESS = 0.9  # a final loss above this share of a guess's loss means that little was learnt
-# Relative: below the best possible score; of perplexities, what counts as better than a guess.
+# Relative: below the best possible score; of losses, what counts as better than a guess.
 FAR_BELOW = 0.1
 
 
@@ -98,8 +98,10 @@ def finetune(
 
 def warn_of_export(model: ModelConfig) -> None:
     """Warn before the training if no class of transformers has the head, and one setting would change that."""
-    may_have_pooler = model.task_head in ("classes", "values") or model.task_pooler_kind == "transform"
-    if model.system is None or model.task_head == "none" or model.has_task_pooler or not may_have_pooler:
+    may_have_pooler = (
+        model.task_head.type in ("classes", "values") or model.task_head.pooler_kind == "transform"
+    )
+    if model.system is None or model.task_head.type == "none" or model.has_task_pooler or not may_have_pooler:
         return
     # Imported here, since they load transformers, which other heads do not need.
     from megatron_lite.hf.published.heads import lacks_pooler
@@ -108,7 +110,7 @@ def warn_of_export(model: ModelConfig) -> None:
     if model.system in SYSTEMS_BY_NAME and (name := lacks_pooler(SYSTEMS_BY_NAME[model.system], model)):
         log.warning(
             "the tuned model cannot be exported to transformers: %s has a layer before its classifier; set "
-            "model.task_pooler=true to have it too",
+            "model.task_head.pooler=true to have it too",
             name,
         )
 
@@ -242,9 +244,7 @@ class _TaskEvaluations:
         # Ranks that hold a shard of the model cannot generate; the loss then decides which checkpoint is best.
         if settings.writes_text and model.write is None:
             metrics = Metrics((LOSS,))
-        # LAMBADA's words are only reported: the score does not need them.
-        options = model if settings.writes_text else Model(model.predict)
-        return TaskMetricKeeper(self._validation, metrics, options, *arguments)
+        return TaskMetricKeeper(self._validation, metrics, model, *arguments)
 
     def little_learnt(self, metrics: Metrics, results: Mapping[str, EvaluationResult]) -> str:
         """As `little_learnt`, of the validation files."""
@@ -308,7 +308,7 @@ def engine_model(task: Task, engine: PlainEngine, context: ParallelContext) -> M
         return engine.predict(convert(batch))
 
     if context.tp.size > 1 or config.parallel.zero_stage == 3:
-        if (task.settings.writes_text or task.settings.kind == "lambada") and context.is_main:
+        if task.settings.writes_text and context.is_main:
             log.info(
                 "no rank holds the whole model, so no text is generated; use scripts/evaluate.py for that"
             )
@@ -345,7 +345,7 @@ def warn_of_little_progress(task: Task, directory: Path, lack: str = "") -> None
     """Warn if the training loss or the validation scores show that a task was hardly learnt, with likely reasons.
 
     The loss of the last fifth of the run is compared with the loss of guessing; where that is not known, with the loss
-    of the first fifth, except for language modelling: what a pretrained model can still learn there is a small share.
+    of the first fifth.
 
     Args: lack: what the validation scores show.
     """
@@ -356,7 +356,7 @@ def warn_of_little_progress(task: Task, directory: Path, lack: str = "") -> None
     if not losses and not config.tasks:
         losses = [record["loss"] for record in records]
     guess = guess_loss(task)
-    if len(losses) > 1 and (guess or settings.kind != "language_modelling"):
+    if len(losses) > 1:
         # The loss and not the scores alone: an easy task may be learnt before the first evaluation.
         count = max(1, len(losses) // 5)
         first, last = sum(losses[:count]) / count, sum(losses[-count:]) / count

@@ -28,21 +28,23 @@ from data_utils.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megatron_lite.checkpoint.manifest import RESULTS
 from megatron_lite.checkpoint.resolve_path import PathType, path_type
 from megatron_lite.config.deepspeed_file import with_deepspeed
+from megatron_lite.config.removed import current, moved_settings
 from megatron_lite.config.sections import BatchConfig
 from megatron_lite.config.systems import with_objective
+from megatron_lite.config.task_head import check_inputs, replace_head
 from megatron_lite.config.tree import Config, load_file, setting_locations, with_locations
 from megatron_lite.finetune.multi_task import batches_per_epoch, join_configs, with_sections
 from megatron_lite.models.electra.config import discriminator_alone
 from megatron_lite.models.optimus.config import encoder_alone
 
-# Kind of task -> `model.task_head`, of those that need one; and the section `model` without a head.
+# Kind of task -> `model.task_head.type`, of those that need one; and the section `model` without a head.
 HEAD_OF_KIND = {
     **dict.fromkeys(("classification", "typing"), "classes"),
     "regression": "values",
     "tagging": "tags",
     "spans": "spans",
 }
-HEADLESS = {"task_head": "none", "task_classes": 0, "task_heads": []}
+HEADLESS = {"task_head": {"type": "none", "classes": 0, "heads": []}}
 # Sections about the steps and the surroundings of a run, which say nothing of its model.
 OF_TRAINING = (
     *("checkpoint", "events", "parallel", "timeouts", "run", "trackers", "profiler", "deepspeed"),
@@ -145,7 +147,7 @@ def load_tree(
     if "electra" in (tree.get("objectives") or {}):
         tree = discriminator_alone(tree)
     if pretrained is not None:
-        tree["model"] = {**tree["model"], **HEADLESS}
+        tree["model"] = merge(tree["model"], HEADLESS)
     for path in model_files:
         tree = merge(tree, load_file(path))
     task_file = next(iter(tasks), task_file)
@@ -159,6 +161,8 @@ def load_tree(
     if task_tree.get("tasks"):
         task_tree = with_sections(task_tree, changes.get("task", {}))
     tree = merge(without_pretraining(tree), task_tree)
+    if moved := moved_settings(tree):
+        raise SettingsError(moved)
     if not isinstance(tree.get("task"), Mapping):
         raise ConfigError("no task given; pass --task FILE with a section task (see configs/tasks/).")
     if deepspeed_config is not None or tree.get("deepspeed"):
@@ -305,17 +309,8 @@ def with_head(config: Config, renderer: Renderer) -> Config:
         head not in ("classes", "tags") or classes > 1,
         f"task.labels has {classes} names; a task of kind {renderer.inputs.config.kind} needs two or more.",
     )
-    check(
-        head != "none" or not config.model.task_mix,
-        f"model.task_mix is true, but a task of kind {renderer.inputs.config.kind} adds no head to mix layers for; set "
-        "it to false.",
-    )
-    check(
-        head in ("classes", "values") or config.model.task_pool == "token",
-        f"model.task_pool is {config.model.task_pool}, but a task of kind {renderer.inputs.config.kind} has no head of "
-        "whole texts; set it to token.",
-    )
-    config = replace(config, model=replace(config.model, task_head=head, task_classes=classes))
+    config = replace(config, model=replace_head(config.model, type=head, classes=classes))
+    check_inputs(config.model.task_head, f"the task is of kind {renderer.inputs.config.kind}")
     if config.finetune.lm_weight:
         check_language(config)
     return config
@@ -326,7 +321,7 @@ def check_language(config: Config) -> None:
     task, model, weight = config.task, config.model, config.finetune.lm_weight
     assert task is not None
     check(
-        model.task_head != "none",
+        model.task_head.type != "none",
         f"finetune.lm_weight is {weight}, but a task of kind {task.kind} adds no head: it is learnt by predicting "
         "tokens itself; set it to 0.",
     )
@@ -376,8 +371,11 @@ def with_steps(config: Config, samples: int, tree: Mapping[str, Any]) -> Config:
 def check_output(output: Path, config: Config) -> None:
     """Raise ConfigError if the directory has results of other settings: they would be taken for these."""
     for path in sorted(output.glob(f"seed_*/**/{RESULTS}")):
-        recorded = load_json(path, "results").get("settings")
-        differing = next(_differences(recorded, settings_of(config)), None)
+        try:
+            recorded = current(load_json(path, "results").get("settings") or {})
+            differing = next(_differences(recorded, settings_of(config)), None)
+        except ValueError as error:
+            differing = str(error)
         if differing is not None:
             raise ConfigError(
                 f"{path.parent} was finished with other settings ({differing}); choose another --output, or remove it."

@@ -37,9 +37,9 @@ from megatron_lite.checkpoint.tensor_files import write_tensors
 from megatron_lite.config.lora import LORA, WHOLE, LoraConfig, class_layers
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.hf.files.first_checkpoint import write_imported_run
-from megatron_lite.hf.files.left_out import listed
-from megatron_lite.hf.files.lora import (
+from megatron_lite.hf.common.ignored_tensors import listed
+from megatron_lite.hf.common.imported_run import write_imported_run
+from megatron_lite.hf.common.lora import (
     GLM_PREFIX,
     ClassModule,
     Modules,
@@ -47,7 +47,7 @@ from megatron_lite.hf.files.lora import (
     own_modules,
     split_updates,
 )
-from megatron_lite.hf.files.weights import (
+from megatron_lite.hf.common.weights import (
     ADAPTER_SOURCE,
     DTYPES,
     IMPORTED_FILES,
@@ -62,11 +62,12 @@ from megatron_lite.hf.files.weights import (
     read_json,
     write_json,
 )
-from megatron_lite.hf.model_format import format_of_run
-from megatron_lite.hf.published.runs import class_layout, stack_of
+from megatron_lite.hf.published.format import stack_of
+from megatron_lite.hf.published.stack import class_layout
 from megatron_lite.hf.published.systems import SYSTEMS_BY_NAME
 from megatron_lite.hf.published.tensor_map import class_modules
 from megatron_lite.inference.open_run import OpenRun, open_run
+from megatron_lite.transformer.build import model_spec
 from megatron_lite.transformer.flops import parameter_shapes
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -184,8 +185,8 @@ def _origin(run: OpenRun) -> dict[str, Any]:
 def _task_type(run: OpenRun) -> str | None:
     """The class of peft that opens the adapter; None for masked language models, for which it has no class."""
     model = run.config.model
-    if model.task_head != "none":
-        return _TASK_TYPES.get(model.task_head)
+    if model.task_head.type != "none":
+        return _TASK_TYPES.get(model.task_head.type)
     if model.decoder_layers:
         return "SEQ_2_SEQ_LM"
     is_causal = model.system in SYSTEMS_BY_NAME and SYSTEMS_BY_NAME[model.system].is_causal
@@ -267,7 +268,7 @@ def _require_base(run: OpenRun, base: Path) -> None:
             f"--base {base} has updates of LoRA itself; export it, which merges them, import that, and give the result."
         )
     run.require_one_transformer()
-    if format_of_run(run.config) is not None:
+    if model_spec(run.config).huggingface is not None:
         raise CheckpointError(f"--base {base} is not of one Transformer; LoRA updates one.")
 
 

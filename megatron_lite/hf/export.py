@@ -1,18 +1,13 @@
 """Exports a training checkpoint, saved under any parallel configuration, as a Hugging Face directory.
 
-`export_run` picks the format: of a model with a spec (model_format.py), the class of a published system
-(published/runs.py), GLM's own class, or the layout of the released GLM checkpoints (glm/export.py).
-
-Tensors are streamed; only the proof holds a whole model. The output directory is renamed into place when everything,
-the proof included, has succeeded.
+Tensors are streamed; only the comparison of outputs holds a whole model. The output directory is renamed into place
+when everything, the comparison included, has succeeded.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
 from data_utils.common.errors import CheckpointError
@@ -20,23 +15,12 @@ from data_utils.common.settings import checked, setting
 from megatron_lite.checkpoint.read import weight_reader
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.adapters import write_adapter
-from megatron_lite.hf.files import proof
-from megatron_lite.hf.files.lora import merged, own_modules, split_updates, without_updates
-from megatron_lite.hf.files.proof_report import Report, write_report
-from megatron_lite.hf.files.weights import DTYPES, Weights, check_shapes, new_directory
-from megatron_lite.hf.glm.export import (
-    prove_glm,
-    prove_released,
-    require_glm,
-    require_released,
-    write_glm,
-    write_released,
-)
-from megatron_lite.hf.model_format import format_of_run
-from megatron_lite.hf.published.runs import prove_published, write_published
-from megatron_lite.hf.published.systems import SYSTEMS_BY_NAME
-from megatron_lite.inference.open_run import OpenRun, open_run
-from megatron_lite.transformer.flops import parameter_shapes
+from megatron_lite.hf.common.verify import TOLERANCE, Comparison, compare_outputs, joined
+from megatron_lite.hf.common.verify_report import Report, write_report
+from megatron_lite.hf.common.weights import DTYPES, Weights, check_shapes, new_directory
+from megatron_lite.hf.formats import format_of_run
+from megatron_lite.inference.open_run import open_run
+from megatron_lite.transformer.build import model_spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +38,7 @@ class ExportOptions:
         5 * 10**9, "Maximum size of a weight file in bytes; a single tensor may exceed it.", at_least=1
     )
     verify: bool = setting(True, "Run both models and compare their logits.")
-    tolerance: float = setting(proof.TOLERANCE, "Maximum logit difference that passes verification.")
+    tolerance: float = setting(TOLERANCE, "Maximum logit difference that passes verification.")
     adapter: bool = setting(
         False, "Write the updates of LoRA alone, as files of peft, instead of merging them."
     )
@@ -66,69 +50,57 @@ def export_run(
     options: ExportOptions,
     tokenizer_path: Path | None = None,
     decoder_tokenizer_path: Path | None = None,
-) -> proof.Proof | None:
+) -> Comparison | None:
     """Write the model of a run directory, or of one of its checkpoints, as a Hugging Face directory.
 
-    Returns: None without `options.verify`. Raises: CheckpointError, DataError or ConfigError; `output` then does not
-    exist.
+    Returns: None without `options.verify`, and for an adapter, which is no model. Raises: CheckpointError, DataError or
+    ConfigError; `output` then does not exist.
     """
     with new_directory(output) as directory:
         run = open_run(path, tokenizer_path, decoder_tokenizer_path)
-        require_usual_logits(run.config, run.checkpoint.path)
-        if run.config.model.task_heads:
-            message = "has heads of several tasks; tune it on one (scripts/finetune.py --task FILE), and export that"
-            raise CheckpointError(f"checkpoint {run.checkpoint.path} {message}.")
-        prove = _write(directory, run, options)
-        if prove is None:
-            return None
-        report = prove(options.dtype, options.tolerance) if options.verify else None
-        write_report(directory, report)
-        return None if report is None else proof.joined(report.comparisons)
-
-
-def _write(directory: Path, run: OpenRun, options: ExportOptions) -> Callable[[str, float], Report] | None:
-    """Write the run in the format of its model.
-
-    Returns: the proof, a function of data type and tolerance; None for an adapter, which is no model.
-    """
-    checkpoint, model, is_released = run.checkpoint, run.config.model, options.layout == "released"
-    # From the most special model to the most general one: a model with a spec is more than one Transformer.
-    if (model_format := format_of_run(run.config)) is not None:
-        if is_released:
-            raise CheckpointError(
-                f"checkpoint {checkpoint.path} has {model_format.beyond_glm}, which the released layout does not "
-                "have; use --layout huggingface."
-            )
+        _require_exportable(run.config, run.checkpoint.path)
+        model_format = format_of_run(run.config, options.layout)
         if options.verify:
-            model_format.require_provable(checkpoint.path)
-        model_format.write(directory, run, options.dtype, options.max_shard_bytes)
-        return partial(model_format.prove, run, directory)
-    if model.has_task_pool:
-        raise CheckpointError(
-            f"checkpoint {checkpoint.path} has a head with model.task_pool {model.task_pool}, which no class of "
-            "transformers has; only heads of one token (task_pool token) can be exported."
+            model_format.require_verifiable(run.checkpoint.path)
+        model_format.require_model(run)
+        weights = Weights(run.checkpoint.shapes, weight_reader(run.checkpoint))
+        check_shapes(weights, model_spec(run.config).shapes(run.config), run.checkpoint.path)
+        if options.adapter:
+            write_adapter(directory, run, weights, options.dtype)
+            return None
+        checks = model_format.write(directory, run, weights, options.dtype, options.max_shard_bytes)
+        if not options.verify:
+            write_report(directory, None)
+            return None
+        assert checks is not None  # `require_verifiable`
+        tokenizers = model_format.compare_tokenizers(run, directory)
+        comparisons = compare_outputs(
+            checks,
+            lambda: model_format.load(run, DTYPES[options.dtype]),
+            options.tolerance,
+            f"the export of {run.checkpoint.path}",
+            run.checkpoint.shapes,
         )
-    is_published = model.system in SYSTEMS_BY_NAME and not is_released
-    plain = replace(run, config=without_updates(run.config))  # updates of LoRA are merged
-    if not is_published:
-        (require_released if is_released else require_glm)(plain)
-    weights = Weights(checkpoint.shapes, weight_reader(checkpoint))
-    check_shapes(weights, parameter_shapes(model), checkpoint.path)
-    if options.adapter:
-        write_adapter(directory, run, weights, options.dtype)
-        return None
-    if is_published:
-        class_name = write_published(directory, weights, run, options.dtype, options.max_shard_bytes)
-        return partial(prove_published, run, directory, class_name)
-    if model.lora is not None:
-        base, updates = split_updates(weights)
-        weights = merged(base, updates, own_modules(model, lambda name: name), model.lora)
-    write, prove = (write_released, prove_released) if is_released else (write_glm, prove_glm)
-    write(directory, weights, plain, options.dtype, options.max_shard_bytes)
-    return partial(prove, run, directory)
+        write_report(directory, Report(comparisons, options.tolerance, tokenizers))
+        return joined(comparisons)
 
 
-def require_usual_logits(config: Config, path: Path) -> None:
+def _require_exportable(config: Config, path: Path) -> None:
+    """Raise CheckpointError for what no format has."""
+    require_plain_logits(config, path)
+    if config.model.task_head.heads:
+        raise CheckpointError(
+            f"checkpoint {path} has heads of several tasks; tune it on one (scripts/finetune.py --task FILE), and "
+            "export that."
+        )
+    if config.model.task_head.has_pool:
+        raise CheckpointError(
+            f"checkpoint {path} has a head with model.task_head.pool {config.model.task_head.pool}, which no class of "
+            "transformers has; only heads of one token (pool: token) can be exported."
+        )
+
+
+def require_plain_logits(config: Config, path: Path) -> None:
     """Raise CheckpointError for logits with a soft cap or muP's factors, which no class written here computes."""
     stacks = (("model", config.model), ("decoder", config.decoder))
     for (name, model), option in itertools.product(stacks, ("logit_soft_cap", "mup")):

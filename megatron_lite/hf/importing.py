@@ -1,11 +1,10 @@
-"""Imports a Hugging Face directory, or the reference's model-parallel shards, as a run, and compares logits.
+"""Imports a Hugging Face directory, or the reference's model-parallel shards, as a run, and compares outputs.
 
-    import_directory   a Hugging Face directory: a GLM as exported here or as released (glm/importing.py), a published
-                       system (published/runs.py), or a model with a spec (model_format.py)
-    import_megatron    the reference's mp_rank_XX_model_states.pt (glm/importing.py)
+    import_directory   a Hugging Face directory of any format (formats.py)
+    import_megatron    the reference's mp_rank_XX_model_states.pt
 
-An import has no optimizer state: its Adam moments are zero and its step is 0. Tensors are streamed; only the proof
-holds a whole model.
+An import has no optimizer state: its Adam moments are zero and its step is 0. Tensors are streamed; only the comparison
+of outputs holds a whole model.
 """
 
 from __future__ import annotations
@@ -14,12 +13,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from data_utils.common.settings import check
-from megatron_lite.hf.files import proof
-from megatron_lite.hf.glm.importing import import_glm, open_glm, open_megatron
-from megatron_lite.hf.model_format import format_of_directory
-from megatron_lite.hf.published.runs import import_published
-from megatron_lite.hf.published.source import is_published
+from data_utils.tokenizers.tokenizer import load_tokenizer
+from megatron_lite.checkpoint.verify import read_checkpoint
+from megatron_lite.config.tree import Config
+from megatron_lite.hf.common.imported_run import write_imported_run
+from megatron_lite.hf.common.model_format import HuggingFaceFormat
+from megatron_lite.hf.common.verify import TOLERANCE, Comparison, compare_outputs, joined
+from megatron_lite.hf.common.weights import new_directory
+from megatron_lite.hf.formats import format_of_directory
+from megatron_lite.hf.glm.released_format import MegatronFormat, ReleasedFormat
+from megatron_lite.inference.open_run import OpenRun
 
 
 def import_directory(
@@ -29,29 +35,26 @@ def import_directory(
     *,
     copy_eop_to_gmask: bool = False,
     verify: bool = True,
-    tolerance: float = proof.TOLERANCE,
-) -> proof.Proof | None:
+    tolerance: float = TOLERANCE,
+) -> Comparison | None:
     """Make the run directory `output`, with one checkpoint at step 0, from a Hugging Face directory.
 
     Args:
         tree: configuration of the new run, which overrides what the directory records.
         copy_eop_to_gmask: give [gMASK] the embedding of eop, for GLM-10B-Chinese, trained with one id for both.
-        verify: compare the logits of both models.
+        verify: compare the outputs of both models.
         tolerance: largest difference of logits that passes.
-    Returns: the proof, None without `verify`.
+    Returns: the comparison, None without `verify`.
     Raises: CheckpointError, DataError or ConfigError; `output` then does not exist.
     """
-    # From the most special directory to the most general one: each test looks at files that the directories after it
-    # lack.
     model_format = format_of_directory(source)
-    if model_format is None and not is_published(source):
-        return import_glm(open_glm(source), output, tree, copy_eop_to_gmask, verify, tolerance)
-    check(not copy_eop_to_gmask, "--copy-eop-to-gmask is for GLM only.")
-    if model_format is None:
-        return import_published(source, output, tree, verify=verify, tolerance=tolerance)
-    if verify:
-        model_format.require_provable(source)
-    return model_format.read(source, output, tree, verify=verify, tolerance=tolerance)
+    if copy_eop_to_gmask:
+        check(
+            isinstance(model_format, ReleasedFormat),
+            "--copy-eop-to-gmask is for weights in the released layout only.",
+        )
+        model_format = ReleasedFormat(copy_eop_to_gmask=True)
+    return _import(model_format, source, output, tree, verify, tolerance)
 
 
 def import_megatron(
@@ -61,10 +64,50 @@ def import_megatron(
     *,
     copy_eop_to_gmask: bool = False,
     verify: bool = True,
-    tolerance: float = proof.TOLERANCE,
-) -> proof.Proof | None:
+    tolerance: float = TOLERANCE,
+) -> Comparison | None:
     """As import_directory, from the reference's `mp_rank_XX_model_states.pt`.
 
-    These do not record the number of attention heads: `tree` must set it, and no proof can notice a wrong number.
+    These do not record the number of attention heads: `tree` must set it, and no comparison can notice a wrong number.
     """
-    return import_glm(open_megatron(source), output, tree, copy_eop_to_gmask, verify, tolerance)
+    return _import(MegatronFormat(copy_eop_to_gmask), source, output, tree, verify, tolerance)
+
+
+def _import(
+    model_format: HuggingFaceFormat,
+    source: Path,
+    output: Path,
+    tree: Mapping[str, Any],
+    verify: bool,
+    tolerance: float,
+) -> Comparison | None:
+    if verify:
+        model_format.require_verifiable(source)
+    # The directory gets its name only when everything in it is written and verified.
+    with new_directory(output) as directory:
+        imported = model_format.read(source, directory, tree, verify=verify)
+        path = write_imported_run(directory, output, imported.weights, imported.config)
+        if not verify:
+            return None
+        assert imported.checks is not None  # `require_verifiable`
+        run = _opened(imported.config, path)
+        comparisons = compare_outputs(
+            imported.checks,
+            lambda: model_format.load(run, torch.float32),
+            tolerance,
+            f"the import of {source}",
+            run.checkpoint.shapes,
+        )
+        return joined(comparisons)
+
+
+def _opened(config: Config, path: Path) -> OpenRun:
+    """The run of a checkpoint that was just written, whose checksums need no check."""
+    assert config.tokenizer is not None
+    of_decoder = config.decoder_tokenizer
+    return OpenRun(
+        config,
+        load_tokenizer(config.tokenizer),
+        read_checkpoint(path),
+        None if of_decoder is None else load_tokenizer(of_decoder),
+    )

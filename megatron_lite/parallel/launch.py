@@ -239,9 +239,9 @@ def free_slurm_port(job_id: int) -> int:
     return next(port for port in candidates if _port_error(port) is None)
 
 
-def slurm_attempt() -> tuple[str, int]:
-    """The SLURM job id, "" outside a job, and how often it was requeued."""
-    return os.environ.get("SLURM_JOB_ID", ""), _number("SLURM_RESTART_COUNT", 0)
+def slurm_job() -> str:
+    """The id of the SLURM job; "" outside of one."""
+    return os.environ.get("SLURM_JOB_ID", "")
 
 
 def check_port_is_free(port: int) -> None:

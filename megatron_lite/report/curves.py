@@ -1,13 +1,9 @@
-"""The numbers of a metrics file as curves, in memory that does not grow with the file.
-
-A curve keeps the first, lowest, highest and last value of each column of steps. A line through these covers the same
-pixels as a line through all values, so no spike is lost (M4, doi:10.14778/2732951.2732953).
-"""
+"""The numbers of a metrics file as curves, in memory that does not grow with the file."""
 
 from __future__ import annotations
 
-import itertools
 import math
+from array import array
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,7 +16,7 @@ from megatron_lite.telemetry.records import valid_records
 from megatron_lite.telemetry.writer import FILE
 
 COLUMNS = 500
-BUFFERED = 1024  # values of a curve that are added at once, by numpy
+MAX_VALUES = 16 * COLUMNS  # that a curve holds before it is thinned out to 4 a column at most
 MAX_CURVES = 64  # per type of record; names come from the file
 MAX_EVENTS = 200
 MAX_FILLINGS = 8  # steps whose fillings are shown
@@ -34,73 +30,63 @@ class Point(NamedTuple):
 
 
 class Curve:
-    """One number over the steps. Values are buffered: call `flush` before reading the attributes."""
+    """One number over the steps."""
 
-    def __init__(self, columns: int = COLUMNS) -> None:
-        self._most = columns
-        self._width = 1  # steps in a column
-        self._columns: dict[int, list[Point]] = {}  # first, least, greatest, last
-        self._steps: list[int] = []
-        self._values: list[float] = []
+    def __init__(self) -> None:
+        self._steps, self._values = array("q"), array("d")
         self.count, self.sum, self.not_finite = 0, 0.0, 0
-        self.least = self.greatest = self.last = Point(0, math.nan)
 
     def add(self, step: int, value: Any) -> None:
         """Steps come in order, except that a damaged file may hold anything. Null stands for what is not finite."""
         if type(value) not in (int, float) or not math.isfinite(value):
             self.not_finite += value is None
             return
+        if len(self._steps) == MAX_VALUES:
+            self._thin_out()
         self._steps.append(step)
         self._values.append(value)
-        if len(self._steps) == BUFFERED:
-            self.flush()
+        self.count += 1
+        self.sum += value
 
-    def flush(self) -> None:
-        if not self._steps:
-            return
-        steps, values = np.array(self._steps, np.int64), np.array(self._values, np.float64)
-        self._steps, self._values = [], []
-        indices = (values.argmin(), values.argmax(), -1)
-        least, greatest, last = (Point(int(steps[i]), float(values[i])) for i in indices)
-        is_new = self.count == 0
-        self.least = least if is_new or least.value < self.least.value else self.least
-        self.greatest = greatest if is_new or greatest.value > self.greatest.value else self.greatest
-        self.last = last
-        self.count, self.sum = self.count + len(values), self.sum + float(values.sum())
-        while int(steps.max()) // self._width >= self._most:
-            self._halve()
-        columns = steps // self._width
-        starts = [0, *(np.flatnonzero(np.diff(columns)) + 1).tolist(), len(steps)]
-        for start, end in itertools.pairwise(starts):
-            in_column = values[start:end]
-            kept = {start, start + int(in_column.argmin()), start + int(in_column.argmax()), end - 1}
-            for i in sorted(kept):
-                column = self._columns.setdefault(int(columns[i]), [])
-                _include(column, Point(int(steps[i]), float(values[i])))
+    def _thin_out(self) -> None:
+        """Keep the first, lowest, highest and last value of each column of steps.
 
-    def _halve(self) -> None:
-        """Merge each two neighbouring columns, so that a curve of any length keeps a bounded number of points."""
-        columns, self._columns = self._columns, {}
-        self._width *= 2
-        for number, points in columns.items():
-            for point in points:
-                _include(self._columns.setdefault(number // 2, []), point)
+        A line through these covers the same pixels as a line through all values, so no spike is lost (M4,
+        doi:10.14778/2732951.2732953). Columns are powers of two wide: wider ones hold whole narrower ones.
+        """
+        steps, values = np.array(self._steps), np.array(self._values)
+        width = 1
+        while int(steps.max()) // width >= COLUMNS:
+            width *= 2
+        columns = steps // width
+        in_order = columns.argsort(kind="stable")
+        starts = np.flatnonzero(np.diff(columns[in_order], prepend=-1))
+        ends = np.append(starts[1:], len(columns)) - 1
+        lowest, highest = (np.lexsort((order, columns))[starts] for order in (values, -values))
+        kept = np.unique((in_order[starts], lowest, highest, in_order[ends]))
+        self._steps, self._values = array("q", steps[kept].tobytes()), array("d", values[kept].tobytes())
+
+    @property
+    def last(self) -> Point:
+        return Point(self._steps[-1], self._values[-1])
+
+    @property
+    def lowest(self) -> Point:
+        return min(self.points(), key=lambda point: point.value)
+
+    @property
+    def highest(self) -> Point:
+        return max(self.points(), key=lambda point: point.value)
 
     @property
     def mean(self) -> float:
         return self.sum / self.count if self.count else math.nan
 
     def points(self) -> list[Point]:
-        """The points of the curve, in the order of steps."""
-        self.flush()
-        return sorted({point for column in self._columns.values() for point in column})
-
-
-def _include(column: list[Point], point: Point) -> None:
-    first, least, greatest, _ = column or [point] * 4
-    least = point if point.value < least.value else least
-    greatest = point if point.value > greatest.value else greatest
-    column[:] = first, least, greatest, point
+        """The points to draw, in the order of steps."""
+        if len(self._steps) > COLUMNS:
+            self._thin_out()
+        return sorted(map(Point, self._steps, self._values))
 
 
 @dataclass
@@ -189,8 +175,6 @@ def read_records(run: Path) -> Records:
             f"{first:,}."
         )
     for kind, curves in records.curves.items():
-        for curve in curves.values():
-            curve.flush()
         if len(curves) == MAX_CURVES:
             records.notes.append(
                 f"{path.name}: only the first {MAX_CURVES} numbers of type {kind} are shown."

@@ -2,99 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from data_utils.common.setting_files import shorten
 from data_utils.tasks.readers.minimal_pairs import BLIMP_PARADIGMS, PUBLISHED
-from megatron_lite.report.charts import swatch
-from megatron_lite.report.html import Html, element, table
+from megatron_lite.report.render import MISSING
 from megatron_lite.report.run import PairFigures, RunReport
+from megatron_lite.report.tables import Table
 
-BAR = 12  # pixels of a bar's height
+BAR = 12  # pixels from the top of a bar to the top of the next one
 GAP = 10  # pixels between the bars of two phenomena
 MAX_MEASUREMENTS = 8  # as many as there are colours; the latest
 ALL = "all"
 
 
-def pair_figure(run: RunReport) -> Iterator[Html]:
-    """A figure and a table; nothing for a run without results on minimal pairs."""
+class Bar(NamedTuple):
+    """A bar, in percent of the width and pixels from the top."""
+
+    measurement: int  # decides the colour
+    title: str
+    y: float
+    percent: float
+    low: float  # a standard error below, and above
+    high: float
+    height: int = BAR - 1
+
+
+@dataclass(frozen=True)
+class PairChart:
+    """Bars of each measurement on each phenomenon, as coordinates, and the same as a table."""
+
+    names: list[tuple[str, float]]  # of the phenomena, with the y of each
+    bars: list[Bar]
+    height: int
+    published: dict[str, float]
+    measurements: list[tuple[str, str]]  # (label, how sentences were scored)
+    num_measurements: int  # with those that are left out
+    table: Table
+
+
+def pair_charts(run: RunReport) -> list[PairChart]:
+    """The chart; none for a run without results on minimal pairs."""
     measured = dict(list(run.minimal_pairs.items())[-MAX_MEASUREMENTS:])
     if not measured:
-        return
+        return []
     # The mean over all paradigms is the last row, as if it were a phenomenon.
-    columns: dict[str, dict[str, PairFigures]] = {
-        name: {**dict(sorted(scores["phenomena"].items())), ALL: scores} for name, scores in measured.items()
-    }
-    rows = [*sorted({name for column in columns.values() for name in column} - {ALL}), ALL]
-    # The published means are over all paradigms of BLiMP.
-    published = (
-        PUBLISHED if all(len(scores["paradigms"]) == BLIMP_PARADIGMS for scores in measured.values()) else {}
-    )
+    columns = {label: {**scores["phenomena"], ALL: scores} for label, scores in measured.items()}
+    names = [*sorted({name for column in columns.values() for name in column} - {ALL}), ALL]
     group = BAR * len(columns) + GAP
-    height = group * len(rows)
-    shapes = [*_grid(height, published)]
-    for number, name in enumerate(rows):
-        shapes.append(
-            element("text", shorten(name, 40), x=-6, y=number * group + group / 2, text_anchor="end")
-        )
-        for order, (label, column) in enumerate(columns.items()):
-            if name in column:
-                top = number * group + GAP / 2 + order * BAR
-                shapes += _bar(column[name], top, order, f"{label}, {name}: {_percent(column[name])}")
-    drawing = element(
-        "svg",
-        *shapes,
-        class_="chart",
-        role="img",
-        aria_label="minimal pairs",
-        width="100%",
-        height=height + 56,
-    )
-    captions = [
-        element("span", swatch(order), f"{label} (score: {scores['score']})")
-        for order, (label, scores) in enumerate(measured.items())
+    bars = [
+        _bar(column[name], order, number * group + GAP / 2 + order * BAR, f"{label}, {name}")
+        for number, name in enumerate(names)
+        for order, (label, column) in enumerate(columns.items())
+        if name in column
     ]
-    note = "Percent of pairs whose acceptable sentence has the higher score; 50 is guessing. Black: standard errors."
-    if len(measured) < len(run.minimal_pairs):
-        note += f" The last {len(measured)} of {len(run.minimal_pairs)} measurements."
-    if published:
-        note += " Dashed: published means, " + ", ".join(f"{name} {mean}" for name, mean in published.items())
-    yield element(
-        "figure",
-        element("div", drawing, class_="plot pairs"),
-        element("figcaption", *captions, element("span", note)),
-    )
-    yield table(
-        ["", *columns], [[name, *(_percent(column.get(name)) for column in columns.values())] for name in rows],
-        "numbers",
+    # The published means are over all paradigms of BLiMP.
+    is_whole = all(len(scores["paradigms"]) == BLIMP_PARADIGMS for scores in measured.values())
+    rows = [[name, *(_percent(column.get(name)) for column in columns.values())] for name in names]
+    chart = PairChart(
+        [(shorten(name, 40), (number + 0.5) * group) for number, name in enumerate(names)], bars, group * len(names),
+        PUBLISHED if is_whole else {}, [(label, scores["score"]) for label, scores in measured.items()],
+        len(run.minimal_pairs), Table(["", *columns], rows, "numbers"),
     )  # fmt: skip
+    return [chart]
 
 
-def _grid(height: int, published: dict[str, float]) -> Iterator[Html]:
-    for percent in (0, 25, 50, 75, 100):
-        yield element("line", x1=f"{percent}%", x2=f"{percent}%", y1=0, y2=height, class_="grid")
-        yield element("text", percent, x=f"{percent}%", y=height + 14, text_anchor="middle")
-    for number, (model, mean) in enumerate(published.items()):
-        yield element("line", x1=f"{mean}%", x2=f"{mean}%", y1=0, y2=height, class_="published")
-        # Two of the means nearly agree, so labels alternate between three heights.
-        y = height + 28 + 13 * (number % 3)
-        yield element("text", model, x=f"{mean}%", y=y, text_anchor="middle")
-
-
-def _bar(figures: PairFigures, top: float, order: int, label: str) -> Iterator[Html]:
+def _bar(figures: PairFigures, measurement: int, y: float, label: str) -> Bar:
     percent, error = 100 * figures["accuracy"], 100 * (figures["standard_error"] or 0.0)
-    title = element("title", label)
-    yield element("rect", title, x=0, y=top, width=f"{percent:.2f}%", height=BAR - 1, class_=f"run{order}")
-    if error:
-        middle = top + (BAR - 1) / 2
-        ends = (f"{max(0.0, percent - error):.2f}%", f"{min(100.0, percent + error):.2f}%")
-        yield element("line", x1=ends[0], x2=ends[1], y1=middle, y2=middle, class_="error")
+    ends = round(max(0.0, percent - error), 2), round(min(100.0, percent + error), 2)
+    return Bar(measurement, f"{label}: {_percent(figures)}", y, round(percent, 2), *ends)
 
 
 def _percent(figures: PairFigures | None) -> str:
     if figures is None:
-        return "-"
+        return MISSING
     error = figures["standard_error"]
-    return f"{100 * figures['accuracy']:.1f}" + (
-        "" if error is None else f" \N{PLUS-MINUS SIGN} {100 * error:.1f}"
-    )
+    plus_minus = "" if error is None else f" \N{PLUS-MINUS SIGN} {100 * error:.1f}"
+    return f"{100 * figures['accuracy']:.1f}{plus_minus}"

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
 
 from data_utils.common.errors import UserError
 from data_utils.common.settings import build
 from data_utils.loader.extent_ahead import extent_if_here
 from megatron_lite.config.tree import Config
-from megatron_lite.report.html import Html, table
 from megatron_lite.report.run import RunReport
+from megatron_lite.report.tables import Table
 from megatron_lite.telemetry.formatting import format_count, format_duration
 
-HEAD: list[object] = [
+HEAD = (
     "phase",
     "steps",
     "trained",
@@ -23,18 +22,18 @@ HEAD: list[object] = [
     "learning rate",
     "tokens/s",
     "time",
-]
+)
 
 
-def phase_table(run: RunReport) -> Iterator[Html]:
-    """The table; nothing for a run of one phase, or for settings that this version cannot read."""
+def phases(run: RunReport) -> list[Table]:
+    """The table; none for a run of one phase, or for settings that this version cannot read."""
     try:
         config = build(Config, run.config)
     except UserError:
-        return
+        return []
     phase_plan = config.phase_plan
     if len(phase_plan.configs) == 1:
-        return
+        return []
     samples = phase_plan.consumed(config.training.steps)
     try:
         sampling = phase_plan.largest_batch, config.objective_choices, phase_plan.samples
@@ -42,7 +41,7 @@ def phase_table(run: RunReport) -> Iterator[Html]:
     except UserError as error:
         extent = [str(error)]
     speed = run.records.curve("train", "tokens_per_second")
-    rows: list[list[object]] = []
+    rows: list[list[str]] = []
     for number, phase in enumerate(phase_plan.configs, start=1):
         first, end = phase_plan.first_steps[number - 1 : number + 1]
         trained = min(max(0, run.records.last_step - first), end - first)
@@ -70,4 +69,4 @@ def phase_table(run: RunReport) -> Iterator[Html]:
                 format_duration(tokens[0] / tokens_per_second) if tokens_per_second else "-",
             ]
         )
-    yield table(HEAD, rows)
+    return [Table(HEAD, rows)]

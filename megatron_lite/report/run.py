@@ -24,6 +24,7 @@ from data_utils.common.untrusted import conform, parse_json, read_bounded
 from megatron_lite.checkpoint.manifest import Checkpoint, checkpoint_step, list_checkpoints
 from megatron_lite.checkpoint.resolve_path import resolve_run
 from megatron_lite.checkpoint.verify import read_checkpoint
+from megatron_lite.config.removed import renamed
 from megatron_lite.config.tree import Config
 from megatron_lite.report.curves import Records, read_records
 from megatron_lite.runtime.run_state import MEANINGS, read_run_state
@@ -93,12 +94,12 @@ class RunReport:
     minimal_pairs: dict[str, PairScores] = field(default_factory=dict)  # by measurement
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def steps(self) -> int | None:
-        """Total steps of the run, from its configuration."""
-        training = self.config.get("training")
-        steps = training.get("steps") if isinstance(training, dict) else None
-        return steps if isinstance(steps, int) else None
+    def setting(self, key: str) -> Any:
+        """A setting of the configuration, which may hold anything; None if it is not there."""
+        value: Any = self.config
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return value
 
 
 def read_run(path: Path) -> RunReport:
@@ -160,7 +161,7 @@ def _settings(path: Path) -> dict[str, Any]:
         raise DataError(f"{path} is not valid YAML: {error}.") from None
     if not isinstance(tree, dict):
         raise DataError(f"{path} must hold a mapping of sections.")
-    return tree
+    return renamed(tree)
 
 
 def _public(tree: Any) -> Any:

@@ -1,14 +1,15 @@
 """A lease on a run's directory: one process at a time writes into it, and loses the lease when it dies.
 
-The file `LEASE` in the directory names the holder, who renews it by setting its modification time. A start that finds
-the file decides as follows, without comparing the clocks of two machines:
+The file `LEASE` in the directory names the holder, who locks it (flock) and sets its modification time at intervals. A
+start that finds the file decides as follows:
 
-1. On the same kernel, a lock (flock) on the file shows at once whether the holder is alive.
-2. An earlier attempt of the same SLURM job is over: SLURM would not have begun this one otherwise.
-3. Else, as where the file system has no locks or does not share them between machines: the start watches the file. If
-   it is renewed, its holder is alive; if it is not renewed for STALE_SECONDS, the start takes over.
+1. It does not get the lock: the holder is alive.
+2. It gets the lock, and the holder was on the same kernel: the holder is dead.
+3. Else, as where the file system has no locks or does not share them between machines: the start watches the file by
+   its own clock. A holder that does not renew it for STALE_SECONDS is dead.
 
-Needs no torch: a second start is refused before it loads anything.
+If two machines without common locks take over at once, the later one has the file, and the other one ends when it would
+renew it. Needs no torch: a second start is refused before it loads anything.
 """
 
 from __future__ import annotations
@@ -29,14 +30,13 @@ from pathlib import Path
 from data_utils.common.errors import ConfigError, system_remedy
 from data_utils.common.files import is_named, remove_files, sync_descriptor
 from data_utils.common.untrusted import conform_to, open_regular, parse_json, read_bounded
-from megatron_lite.parallel.launch import slurm_attempt
+from megatron_lite.parallel.launch import slurm_job
 
 log = logging.getLogger(__name__)
 
 NAME = "LEASE"
 RENEW_SECONDS = 10.0
 STALE_SECONDS = 60.0  # six renewals, since a file system may stall for a while
-SETTLE_SECONDS = 2.0  # after a takeover: two machines may have decided on it at once
 POLL_SECONDS = 0.2
 RECORD_BYTES = 1024  # written in one piece, so that no reader sees half of it
 
@@ -57,9 +57,7 @@ class Holder:
     pid: int
     since: str
     job: str  # number of the SLURM job; "" outside of a job
-    attempt: int  # how often that job was queued again
     boot: str  # identifies the running kernel, see `_boot_id`
-    locked: bool  # whether the holder has a lock on the file
 
     def __str__(self) -> str:
         job = f", SLURM job {self.job}" if self.job else ""
@@ -74,11 +72,10 @@ class Holder:
             return None
 
     @staticmethod
-    def this_process(what: str, locked: bool) -> Holder:
+    def this_process(what: str) -> Holder:
         since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        job, attempt = slurm_attempt()
-        host = socket.gethostname()
-        return Holder(secrets.token_hex(8), what, host, os.getpid(), since, job, attempt, _boot_id(), locked)
+        host, pid = socket.gethostname(), os.getpid()
+        return Holder(secrets.token_hex(8), what, host, pid, since, slurm_job(), _boot_id())
 
 
 class Lease:
@@ -138,12 +135,11 @@ def acquire(directory: Path, what: str) -> Lease:
     ]  # innermost first
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        while True:
-            descriptor = _create(path)
-            if descriptor is None:
-                descriptor = _take_over(path)
-            if descriptor is not None:
-                return Lease(path, descriptor, _write_holder(path, descriptor, what), new_directories)
+        while (descriptor := _open(path)) is None:
+            pass
+        own = Holder.this_process(what)
+        _write(path, descriptor, own)
+        return Lease(path, descriptor, own.token, new_directories)
     except OSError as error:
         _remove_empty(new_directories)
         raise ConfigError(
@@ -157,92 +153,46 @@ def _remove_empty(directories: list[Path]) -> None:
             directory.rmdir()
 
 
-def _create(path: Path) -> int | None:
-    """Create the file and lock it where locks work. None if it exists."""
-    try:
+def _open(path: Path) -> int | None:
+    """The file, new or of a dead holder, locked where locks work. None if its holder has released it meanwhile.
+
+    Raises: LeaseError if the holder is alive; OSError.
+    """
+    with contextlib.suppress(FileExistsError):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-    except FileExistsError:
-        return None
-    _lock(descriptor)
-    return descriptor
-
-
-def _take_over(path: Path) -> int | None:
-    """Open the file of a dead holder. None if it was released meanwhile. Raises LeaseError, OSError."""
+        with contextlib.suppress(OSError):  # no locks here
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # another start keeps the lock for as long as it looks
+        return descriptor
     try:
-        # Links are not followed: `_create` finds a dangling link, but an open that follows it finds no file, so that
-        # `acquire` would try for ever.
+        # Links are not followed: a dangling one exists, but an open that follows it would find no file, for ever.
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:
         return None
-    is_taken = False
+    is_ours = False
     try:
-        holder = _wait_for_record(path)
-        # Before the decision, since on the same kernel the lock decides. If the holder is alive all the same, closing
-        # the descriptor gives the lock back.
-        locked = _lock(descriptor)
-        if not is_named(path, descriptor):
-            return None
-        if not _is_dead(path, descriptor, holder, locked):
-            raise LeaseError(_refusal(path, holder))
-        if not is_named(path, descriptor):
-            return None
-        log.warning("%s: %s exited without releasing it; this start takes over", path.parent, holder)
-        is_taken = True
-        return descriptor
+        is_ours = _take_over(path, descriptor)
+        return descriptor if is_ours else None
     finally:
-        if not is_taken:
+        if not is_ours:
             os.close(descriptor)
 
 
-def _is_dead(path: Path, descriptor: int, holder: Holder | None, locked: bool | None) -> bool:
-    """Args: locked: whether this process has just got the file's lock; None: the file system has no locks."""
-    if holder is not None:
-        if locked is not None and holder.locked and holder.boot and holder.boot == _boot_id():
-            return locked
-        job, attempt = slurm_attempt()
-        if job and holder.job == job and holder.attempt < attempt:
-            return True
-    log.warning("%s is held by %s; waiting up to %d s for a sign of life", path, holder, STALE_SECONDS)
-    first, deadline = _renewal_mark(path), time.monotonic() + STALE_SECONDS
-    # By this machine's clock and by changes only: clocks of two machines may differ by more than a renewal.
-    while time.monotonic() < deadline and is_named(path, descriptor):
-        if _renewal_mark(path) != first:
-            return False
-        time.sleep(POLL_SECONDS)
+def _take_over(path: Path, descriptor: int) -> bool:
+    """Whether the file is now ours, of a dead holder; False if it was released. Raises LeaseError, OSError."""
+    locked = _lock(descriptor)
+    holder = Holder.read(path)  # after the lock: its new holder may just have written
+    is_dead_here = locked is True and holder is not None and holder.boot == _boot_id() != ""
+    if locked is not False and not is_dead_here:
+        if locked:  # whoever has just made the file waits for it
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        log.warning("%s is held by %s; waiting up to %d s for a sign of life", path, holder, STALE_SECONDS)
+        locked = False if _is_renewed(path, descriptor) else _lock(descriptor)
+    if not is_named(path, descriptor):
+        return False
+    if locked is False:
+        raise LeaseError(_refusal(path, holder))
+    log.warning("%s: %s exited without releasing it; this start takes over", path.parent, holder)
     return True
-
-
-def _renewal_mark(path: Path) -> tuple[int, bytes]:
-    """A value that every renewal changes. Opening the file makes network file systems ask the server."""
-    try:
-        with open_regular(path) as file:
-            return os.fstat(file.fileno()).st_mtime_ns, file.read(RECORD_BYTES)
-    except FileNotFoundError:
-        return 0, b""
-
-
-def _write_holder(path: Path, descriptor: int, what: str) -> str:
-    """Write this process as the holder. Returns its token.
-
-    Raises: LeaseError if another machine writes at the same time; OSError.
-    """
-    is_new = os.fstat(descriptor).st_size == 0
-    own = Holder.this_process(what, _lock(descriptor) is True)
-    try:
-        os.pwrite(descriptor, json.dumps(asdict(own)).encode().ljust(RECORD_BYTES), 0)
-        sync_descriptor(descriptor)
-    except OSError:
-        if is_new:
-            remove_files(path)
-        raise
-    if not is_new and not own.locked:
-        # Without locks two machines may both have found the holder dead; the last one to write gets the lease.
-        time.sleep(SETTLE_SECONDS)
-        holder = Holder.read(path)
-        if holder is not None and holder.token != own.token:
-            raise LeaseError(_refusal(path, holder))
-    return own.token
 
 
 def _lock(descriptor: int) -> bool | None:
@@ -256,21 +206,42 @@ def _lock(descriptor: int) -> bool | None:
     return True
 
 
-def _wait_for_record(path: Path) -> Holder | None:
-    """The holder, for whose record it waits up to a second; None if the file stays unreadable."""
-    deadline = time.monotonic() + 1.0
-    while (holder := Holder.read(path)) is None and path.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return holder
+def _is_renewed(path: Path, descriptor: int) -> bool:
+    """Whether the file changes, or goes, within STALE_SECONDS. Clocks of two machines are not compared."""
+    first, deadline = _modified(path), time.monotonic() + STALE_SECONDS
+    while time.monotonic() < deadline and is_named(path, descriptor):
+        if _modified(path) != first:
+            return True
+        time.sleep(POLL_SECONDS)
+    return not is_named(path, descriptor)
+
+
+def _modified(path: Path) -> int:
+    """Time of the file's last change; 0 if it is absent."""
+    with contextlib.suppress(FileNotFoundError), open_regular(path) as file:
+        return os.fstat(file.fileno()).st_mtime_ns  # opened, so that network file systems ask the server
+    return 0
+
+
+def _write(path: Path, descriptor: int, own: Holder) -> None:
+    try:
+        os.pwrite(descriptor, json.dumps(asdict(own)).encode().ljust(RECORD_BYTES), 0)
+        sync_descriptor(descriptor)
+    except OSError:
+        remove_files(path)
+        raise
 
 
 def _refusal(path: Path, holder: Holder | None) -> str:
     run = path.parent
-    if holder is None:
-        return f"{path} cannot be read, but a process renews it; end that process, or choose another run.directory."
+    who = (
+        "a process is about to begin in it"
+        if holder is None
+        else f"{holder} {holder.what} in it, since {holder.since}"
+    )
     return (
-        f"{run} is in use: {holder} {holder.what} in it, since {holder.since}; choose another run.directory, or stop "
-        f"that process (touch {run / 'STOP'}) and start again when it has ended."
+        f"{run} is in use: {who}; choose another run.directory, or stop that process (touch {run / 'STOP'}) and start "
+        "again when it has ended."
     )
 
 

@@ -15,12 +15,9 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import re
 import socket
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -41,12 +38,8 @@ BACKSTOP_SECONDS = 30.0  # after the limit, for the timer that needs no interpre
 # Limit of leaving the process group and ending the interpreter, on a starved machine too.
 EXIT_SECONDS = 300.0
 CLOCKS_DIFFER_SECONDS = 60.0  # between the machines of a run, and between the starts of its ranks
-DEATH_SECONDS = 10.0  # from a broken connection until the process at its other end is seen to be dead
+DEATH_SECONDS = 10.0  # from the failure of a collective until the process at its other end is seen to be dead
 COMPARE_SECONDS = 1.5  # from this rank's alarm until the last heartbeats of the others are read
-# Messages of gloo, NCCL and torch's store about a broken connection.
-_CONNECTION = re.compile(
-    r"gloo/transport|Connection (closed|reset|refused|was likely closed)|Broken pipe|ncclRemoteError"
-)
 
 
 class Section(StrEnum):
@@ -89,7 +82,7 @@ class Watchdog:
         self._heartbeat_seconds = heartbeat_seconds
         self._lease = lease
         self._has_joined = False
-        self._status: int | None = None
+        self._status: int = ExitStatus.CRASHED
         self._started = time.time()
         self._point = _Point(Section.SETUP, "", 0, 0, time.monotonic())
         self._background: _Point | None = None
@@ -154,24 +147,18 @@ class Watchdog:
 
     def _watch_the_end(self) -> None:
         # The interpreter stops this thread before it ends; the timer continues.
-        if self._status is None:
-            faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True, file=2)
-            return
         faulthandler.dump_traceback_later(EXIT_SECONDS + BACKSTOP_SECONDS, exit=True, file=2)
         time.sleep(EXIT_SECONDS)
-        os.write(
-            2,
-            f"rank {self._rank} has finished, but did not exit within {EXIT_SECONDS:g} s; killing it\n".encode(),
+        _say(
+            f"rank {self._rank} has finished, but did not exit within {EXIT_SECONDS:g} s; killing it\n",
+            _stacks(),
         )
         os._exit(self._status)
 
     def _keep_lease(self) -> None:
         holder = self._lease and self._lease.lost_to()
         if holder:
-            os.write(
-                2,
-                f"error: {self._directory.parent} was taken over by {holder}; this process exits.\n".encode(),
-            )
+            _say(f"error: {self._directory.parent} was taken over by {holder}; this process exits.\n")
             report_status(ExitStatus.USER_ERROR)
             os._exit(ExitStatus.USER_ERROR)
 
@@ -213,31 +200,26 @@ class Watchdog:
 
     @contextlib.contextmanager
     def name_dead_ranks(self) -> Iterator[None]:
-        """Turn the failure of a collective whose rank has died into a RankError that names the rank."""
+        """Turn an error of torch into a RankError if another rank of this machine has died, whatever the error says."""
         try:
             yield
         except RuntimeError as error:
-            if not _CONNECTION.search(str(error)):
-                raise
-            deadline = time.monotonic() + DEATH_SECONDS
+            deadline = time.monotonic() + DEATH_SECONDS * (self._world_size > 1)
             while not (dead := self.dead_ranks()) and time.monotonic() < deadline:
                 time.sleep(0.1)
-            ended = RankError(
+            if not dead:
+                raise
+            died = RankError(
                 f"rank {self._rank} lost the connection to another rank: "
-                + (
-                    "; ".join(f"{beat.with_age}, process {beat.pid}, has died" for beat in dead)
-                    or "the messages of the other ranks name it"
-                )
+                + "; ".join(f"{beat.with_age}, process {beat.pid}, has died" for beat in dead)
                 + ". Its last output, or the system's log if memory ran out, shows the cause; start again to continue."
             )
-            living = set(range(self._world_size)) - {beat.rank for beat in dead}
-            ended.only_here = self._rank == min(living) or not dead
-            raise ended from error
+            died.only_here = self._rank == min(set(range(self._world_size)) - {beat.rank for beat in dead})
+            raise died from error
 
     def _end(self, point: _Point, now: float) -> None:
         rule = f"timeouts.{point.section}_seconds is {self._limits[point.section]:g}"
-        head = f"\n{self._heartbeat(point)} hangs: {now - point.since:.0f} s, {rule}\n"
-        os.write(2, head.encode() + _stacks())
+        _say(f"\n{self._heartbeat(point)} hangs: {now - point.since:.0f} s, {rule}\n", _stacks())
         if point is not self._background:  # no other rank waits for a background thread
             # In another thread: the file system that is to blame may hang here as well.
             summary = threading.Thread(target=self._compare, daemon=True)
@@ -251,24 +233,22 @@ class Watchdog:
         self._beat(always=True)
         time.sleep(COMPARE_SECONDS)
         heartbeats = self._heartbeats()
-        os.write(
-            2,
-            f"rank {self._rank} compares heartbeats: {who_is_behind(heartbeats, self._world_size)}\n".encode(),
-        )
+        _say(f"rank {self._rank} compares heartbeats: {who_is_behind(heartbeats, self._world_size)}\n")
         if self._point.passed < max((beat.passed for beat in heartbeats), default=0):
             time.sleep(COMPARE_SECONDS)  # our end breaks the others' connections: let them speak first
 
 
+def _say(text: str, more: bytes = b"") -> None:
+    """Write to stderr at once: other ranks write at the same time, and another thread may hold `sys.stderr`."""
+    os.write(2, text.encode() + more)
+
+
 def _stacks() -> bytes:
-    """Every thread's stack as one text: other ranks print at the same time, and faulthandler writes word by word."""
-    lines = []
-    for thread, frame in sys._current_frames().items():
-        lines.append(f"Thread {thread:#x} (most recent call first):")
-        lines += [
-            f'  File "{step.f_code.co_filename}", line {line} in {step.f_code.co_name}'
-            for step, line in traceback.walk_stack(frame)
-        ]
-    return ("\n".join(lines) + "\n").encode()
+    """Every thread's stack."""
+    with open(os.memfd_create("stacks"), "w+b") as file:  # in memory, since faulthandler writes word by word
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read()
 
 
 class NoWatchdog(Watchdog):

@@ -28,6 +28,11 @@ def format_count(number: float) -> str:
     return f"{number:,.0f}"
 
 
+def format_percent(share: float) -> str:
+    """A share for people: 12.3 %."""
+    return f"{100 * share:.3g} %"
+
+
 def fit_line(items: Iterable[str]) -> str:
     """One log line with as many of the items, the most important first, as fit a terminal."""
     line = ""

@@ -24,8 +24,8 @@ from megatron_lite.transformer.transformer import Transformer
 class ModelSpec:
     """What training, checkpoints and reports ask of a model: here one Transformer, and the base of other models."""
 
-    # The module whose HUGGINGFACE_FORMAT exports and imports the model (megatron_lite/hf/model_format.py); None = one
-    # Transformer, which megatron_lite/hf exports and imports itself.
+    # The module whose HUGGINGFACE_FORMAT exports and imports the model (megatron_lite/hf/common/model_format.py);
+    # None = one Transformer, which megatron_lite/hf exports and imports itself.
     huggingface: str | None = None
 
     def build(self, config: Config, num_losses: int, parallel: TensorParallel | None) -> TrainedModel:
@@ -68,14 +68,16 @@ class ModelSpec:
         if config.task is None:
             return name.startswith("heads.sentence.") and not config.has_sentence_labels
         pooler = {"transform": "heads.projection."}.get(
-            config.model.task_pooler_kind, "heads.sentence.dense."
+            config.model.task_head.pooler_kind, "heads.sentence.dense."
         )
         if config.model.has_task_pooler and name.startswith(pooler):
             return False
         if name.startswith("heads.sentence."):
             return True
         is_of_tokens = name.startswith("heads.") and not name.startswith("heads.task.")
-        all_headed = config.model.task_head != "none" or 0 < len(config.tasks) == len(config.model.task_heads)
+        all_headed = config.model.task_head.type != "none" or 0 < len(config.tasks) == len(
+            config.model.task_head.heads
+        )
         if config.finetune.lm_weight:
             return False  # the tokens of the samples' texts are predicted as well
         return is_of_tokens and (all_headed or "bound" in name)

@@ -56,7 +56,12 @@ class Heads(nn.Module):
         self.sentence: SentenceHead | None = None
         self.span_boundary: SpanBoundaryHead | None = None
         self.task: TaskHead | TaskHeads | None = None
-        if config.sentence_classes or config.span_boundary_places or config.task_outputs or config.task_heads:
+        if (
+            config.sentence_classes
+            or config.span_boundary_places
+            or config.task_head.outputs
+            or config.task_head.heads
+        ):
             self.sentence = SentenceHead(config) if config.sentence_classes else None
             self.span_boundary = SpanBoundaryHead(config) if config.span_boundary_places else None
             self.task = task_head(config, parallel)

@@ -52,12 +52,12 @@ def task_outputs(
     dropout: Dropout | None,
     groups: TaskInputs | None = None,
 ) -> torch.Tensor:
-    """Outputs of the task's head at positions int [N]: [N, outputs]; with model.task_pool, of groups: [G, outputs].
+    """Outputs of the task's head at positions int [N]: [N, outputs]; with task_head.pool, of groups: [G, outputs].
 
     Args:
-        layers: [T, D] of the last block; with model.task_mix, of the embeddings and of all blocks.
+        layers: [T, D] of the last block; with model.task_head.mix, of the embeddings and of all blocks.
         dropout: of all T tokens.
-        groups: of the positions, which only model.task_pool and several heads need.
+        groups: of the positions, which only model.task_head.pool and several heads need.
     """
     assert heads.task is not None
     pooler: Any = heads.projection if heads.task.pooled is None else getattr(heads.sentence, "dense", None)

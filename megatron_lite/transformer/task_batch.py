@@ -108,7 +108,7 @@ class TaskBatch(Batch):
         if self.head == "tokens":
             return ExtraInputs()
         # A head with a pool reads the position of a group and then all others of its document.
-        groups = with_documents(self) if config.has_task_pool else self.target_groups
+        groups = with_documents(self) if config.task_head.has_pool else self.target_groups
         # Index in the flattened batch -> index among the tokens that the head reads: the inverse of the plan's order.
         index_in_order = np.full(self.fields[:, TOKENS].size, -1)
         index_in_order[order[order >= 0]] = np.flatnonzero(order >= 0) - decoder_start

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -13,6 +12,7 @@ from torch import nn
 
 from data_utils.common.losses import CLASS_HEADS, MOST_LOSSES, SENTENCE_LEVEL
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.task_head import replace_head
 from megatron_lite.parallel.collectives import gather_tokens
 from megatron_lite.transformer.dense import Linear, Transform, embedding_table
 from megatron_lite.transformer.kernels import fused
@@ -91,13 +91,13 @@ class TaskHead(nn.Module):
     def __init__(self, config: ModelConfig, parallel: TensorParallel):
         super().__init__()
         self.parallel = parallel
-        self.has_pooler, self.dropout = config.has_task_pooler, config.task_dropout
-        self.pooled: Any = {"tanh": torch.tanh, "gelu": F.gelu}.get(config.task_pooler_kind)
+        self.has_pooler, self.dropout = config.has_task_pooler, config.task_head.dropout
+        self.pooled: Any = {"tanh": torch.tanh, "gelu": F.gelu}.get(config.task_head.pooler_kind)
         needs_pooler = config.has_task_pooler and not config.sentence_classes and self.pooled is not None
         self.pooler = Linear(config.hidden_size, config.hidden_size) if needs_pooler else None
-        self.pool = Linear(3 * config.hidden_size, config.hidden_size) if config.has_task_pool else None
-        self.mix = LayerMix(config) if config.task_mix else None
-        self.classifier = Linear(config.hidden_size, config.task_outputs, 1 / config.width_ratio)
+        self.pool = Linear(3 * config.hidden_size, config.hidden_size) if config.task_head.has_pool else None
+        self.mix = LayerMix(config) if config.task_head.mix else None
+        self.classifier = Linear(config.hidden_size, config.task_head.outputs, 1 / config.width_ratio)
 
     def outputs(
         self,
@@ -129,11 +129,10 @@ class TaskHead(nn.Module):
 
 
 def task_configs(config: ModelConfig) -> dict[str, ModelConfig]:
-    """Task name -> the configuration with the head of this task alone, for all of `model.task_heads`."""
-    heads = [head.split(":") for head in config.task_heads]
+    """Task name -> the configuration with the head of this task alone, for all of `model.task_head.heads`."""
+    heads = [head.split(":") for head in config.task_head.heads]
     return {
-        name: replace(config, task_heads=(), task_head=kind, task_classes=int(classes))
-        for name, kind, classes in heads
+        name: replace_head(config, heads=(), type=kind, classes=int(classes)) for name, kind, classes in heads
     }
 
 
@@ -158,9 +157,9 @@ class TaskHeads(nn.Module):
 
 def task_head(config: ModelConfig, parallel: TensorParallel) -> TaskHead | TaskHeads | None:
     """The head or heads that fine-tuning adds to a model."""
-    if config.task_heads:
+    if config.task_head.heads:
         return TaskHeads(config, parallel)
-    return TaskHead(config, parallel) if config.task_outputs else None
+    return TaskHead(config, parallel) if config.task_head.outputs else None
 
 
 class LayerMix(nn.Module):

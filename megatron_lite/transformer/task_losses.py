@@ -83,8 +83,8 @@ def _choice_loss(scores: torch.Tensor, groups: TaskInputs) -> torch.Tensor:
     entropy = (_log_sums(scores, groups.sample, len(right)) - right_scores).sum()
     if groups.loss == "mix":
         return entropy - right_scores.sum()
-    # With one choice there is nothing to choose: the loss of the sample is generative (WSC without candidates,
-    # LAMBADA).
+    # With one choice there is nothing to choose: the loss of the sample is generative (WSC without
+    # candidates).
     choices = torch.zeros(len(right), device=scores.device).index_add(
         0, groups.sample, torch.ones_like(scores)
     )

@@ -274,7 +274,7 @@ class Transformer(TrainedModel):
             layers.append(hidden)
             return hidden
 
-        layers.append(self._hidden(batch, keep if self.config.task_mix else None))
+        layers.append(self._hidden(batch, keep if self.config.task_head.mix else None))
         return layers
 
     def _head_outputs(

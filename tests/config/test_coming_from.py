@@ -12,7 +12,7 @@ from support.remedies import advised
 from data_utils.common.errors import ConfigError
 from data_utils.common.settings import leaves, setting_names, to_tree
 from megatron_lite.config.coming_from import sources
-from megatron_lite.config.deepspeed_keys import KEYS
+from megatron_lite.config.deepspeed_table import table
 from megatron_lite.config.foreign_options import explain_options, with_deepspeed_file
 from megatron_lite.config.tree import Config
 
@@ -20,7 +20,7 @@ ROWS = [(source, row) for source, rows in sources().items() for row in rows]
 
 
 def test_every_setting_of_the_tables_exists():
-    names = {*setting_names(Config), *(f"deepspeed.{key}" for key in KEYS)}
+    names = {*setting_names(Config), *(f"deepspeed.{key}" for key in table().options)}
     sections = {name.rsplit(".", depth)[0] for name in names for depth in (1, 2)}
     assert [row for _, row in ROWS if not names | sections >= set(row.keys)] == []
     assert [row for _, row in ROWS if not row.setting and not row.note] == []

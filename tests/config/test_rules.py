@@ -24,6 +24,7 @@ from megatron_lite.config import finetuning as finetuning_module
 from megatron_lite.config import lora as lora_module
 from megatron_lite.config import model as model_module
 from megatron_lite.config import sections as sections_module
+from megatron_lite.config import task_head as task_head_module
 from megatron_lite.config import tree as config_module
 from megatron_lite.config.tree import Config, load_config
 
@@ -107,7 +108,7 @@ def test_no_rule_lacks_a_test(tmp_path, monkeypatch):
             frames = traceback.extract_tb(error.__traceback__)
             fired |= {(frame.filename, frame.lineno) for frame in frames}
     sections = model_module, sections_module, deepspeed_module
-    for module in (config_module, finetuning_module, lora_module, *sections):
+    for module in (config_module, finetuning_module, lora_module, task_head_module, *sections):
         for line, source in rule_lines(module).items():
             assert (module.__file__, line) in fired, f"no test fires line {line}: {source}"
 
@@ -115,12 +116,12 @@ def test_no_rule_lacks_a_test(tmp_path, monkeypatch):
 BAD_FILES = [
     lambda tmp: with_json(tmp, "{"),
     lambda tmp: with_json(tmp, "[]"),
-    lambda tmp: with_json(tmp, {"steps_per_print": 5}, "deepspeed.steps_per_print=6"),
     lambda tmp: load_config([ROOT / "configs/glm-base.yaml"], [], tmp / "absent.json"),
     lambda tmp: as_configuration(tmp),
     lambda tmp: load_config([tmp / "config.toml"]),
     lambda tmp: load_config([flat(tmp)]),
     lambda tmp: load_config([ROOT / "configs/glm-base.yaml"], ["objective_starts={blank_infilling: 5}"]),
+    lambda tmp: load_config([ROOT / "configs/glm-base.yaml"], ["model.task_mix=true"]),
 ]
 
 
@@ -141,9 +142,10 @@ def as_configuration(directory):
     ("case", "message"),
     zip(
         BAD_FILES,
-        ["not valid JSON", "not list", "is 5 in the file but 6 as", "check the path", "pass it as --deepspeed_config",
+        ["not valid JSON", "not list", "check the path", "pass it as --deepspeed_config",
          "config.toml is not YAML; docs/coming_from.md", "3 keys that are no sections",
-         "sets objective_starts to .* which this version lacks: write phases"],
+         "sets objective_starts to .* which this version lacks: write phases",
+         "model.task_mix; it is now model.task_head.mix"],
         strict=True,
     ),
 )  # fmt: skip

@@ -1,5 +1,7 @@
 """A run whose discriminator adds words to the generator's: as a pair of directories, and as a model to begin with."""
 
+from functools import partial
+
 import pytest
 import torch
 import transformers
@@ -16,9 +18,11 @@ from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.plain import make_engine
+from megatron_lite.hf.common.verify import compare_outputs
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published.heads import OTHER_HEADS
+from megatron_lite.inference.open_run import open_run
 from megatron_lite.models.electra import huggingface
 from megatron_lite.models.electra.config import discriminator_alone
 from megatron_lite.train.resume import check_beginning, load_beginning
@@ -87,17 +91,23 @@ def test_rounded_words_are_the_rounded_sum(pair, tmp_path):
     assert torch.equal(exported, (held[f"generator.{OF_OURS}"] + held[f"encoder.{OF_OURS}"]).bfloat16())
 
 
-def test_words_of_one_table_alone_fail_the_proof(pair, tmp_path):
+def test_words_of_one_table_alone_are_noticed(pair, tmp_path):
     _, run = pair
     export_run(run, tmp_path / "export", ExportOptions(verify=False))
     path = tmp_path / "export/discriminator/model.safetensors"
     state = load_file(path)
     state[OF_THEIRS] = own_models.weights_of(run)[f"encoder.{OF_OURS}"]
     save_file(state, path, {"format": "pt"})
-    checkpoint = huggingface.read_checkpoint(run / "checkpoints/step_00000000")
-    config = build(Config, load_yaml(run / "config.yaml"))
+    opened = open_run(run)
+    checks = partial(huggingface.pair_checks, tmp_path / "export", opened.config)
     with pytest.raises(CheckpointError, match=r"\(hidden states\) does not compute"):
-        huggingface.prove(checkpoint, config, tmp_path / "export", "fp32", 1e-5, "the export")
+        compare_outputs(
+            checks,
+            lambda: huggingface.HUGGINGFACE_FORMAT.load(opened, torch.float32),
+            1e-5,
+            "the export",
+            opened.checkpoint.shapes,
+        )
 
 
 def begin(context, config):

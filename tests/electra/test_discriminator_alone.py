@@ -17,8 +17,8 @@ from megatron_lite.estimate.step_estimate import require_one_transformer
 from megatron_lite.finetune.checkpoints import evaluate
 from megatron_lite.finetune.run import finetune
 from megatron_lite.finetune.setup import load_tree, prepare
-from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
-from megatron_lite.hf.files.weights import Weights
+from megatron_lite.hf.common.imported_run import write_training_checkpoint
+from megatron_lite.hf.common.weights import Weights
 from megatron_lite.inference.open_run import load_run
 from megatron_lite.train.resume import check_beginning
 from megatron_lite.transformer.build import build_model, model_spec

@@ -19,8 +19,8 @@ from data_utils.common.losses import ENTITIES
 from data_utils.common.settings import build, merge, to_tree
 from data_utils.objectives import LOSSES
 from megatron_lite.config.tree import Config
+from megatron_lite.hf.common.weights import Weights
 from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.hf.files.weights import Weights
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published.tensor_map import tensor_mappings, to_ours
 from megatron_lite.inference.open_run import open_run
@@ -271,11 +271,4 @@ def test_a_model_that_the_layout_cannot_say_is_not_exported(tmp_path, changes, m
     run = open_run(tmp_path / "run")
     run = replace(run, config=build(Config, merge(to_tree(run.config), changes)))
     with pytest.raises(CheckpointError, match=message):
-        HUGGINGFACE_FORMAT.write(tmp_path, run, "fp32", 10**9)
-
-
-def test_the_released_layout_is_that_of_other_models(imported, tmp_path):
-    _, _, run = imported
-    with pytest.raises(CheckpointError, match="released layout"):
-        export_run(run, tmp_path / "export", ExportOptions(layout="released", verify=False))
-    assert not (tmp_path / "export").exists()
+        HUGGINGFACE_FORMAT.require_model(run)

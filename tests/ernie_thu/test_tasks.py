@@ -127,7 +127,7 @@ def test_policies_and_mixes_of_layers_work_with_entities(tmp_path):
     options = [
         "finetune.epochs=1",
         "finetune.trained=head",
-        "model.task_mix=true",
+        "model.task_head.mix=true",
         "finetune.layer_decay=0.9",
     ]
     run_ranks(learn, 1, files, tmp_path / "out", *options)

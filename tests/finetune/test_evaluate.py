@@ -220,11 +220,11 @@ def test_a_pretraining_run_has_the_validation_losses_of_its_record(settings, cor
     (other,) = json.loads((tmp_path / "a.json").read_text())
     assert other["validation"] == {"all corpora": found["validation"][prefixes[0]]}, done.stderr
     # Settings of the losses of pretraining are not about a task, and what the checkpoint is comes before all of them.
-    text = {"name": "text", "kind": "language_modelling", "reader": "text", "form": "causal", "stride": 16}
-    text |= {"sequence_length": 32, "validation": [str(tmp_path / "words.txt")]}
-    (tmp_path / "words.txt").write_text("word1 word2 word3 word4\n")
-    (tmp_path / "text.yaml").write_text(json.dumps({"task": text}))
-    done = forked(*command, "--task", tmp_path / "text.yaml")
-    assert done.returncode == 0 and "token_perplexity" in done.stdout, done.stderr
+    pair = {"name": "own", "kind": "seq2seq", "reader": "jsonl", "form": "causal", "target_length": 4}
+    pair |= {"sequence_length": 32, "validation": [str(tmp_path / "pairs.jsonl")]}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"src": "word1 word2", "tgt": "word3"}) + "\n")
+    (tmp_path / "task.yaml").write_text(json.dumps({"task": pair}))
+    done = forked(*command, "--task", tmp_path / "task.yaml")
+    assert done.returncode == 0 and "exact_match" in done.stdout, done.stderr
     done = forked(*command, "--task", "noisy_votes", "task.kind=classification")
     assert_refused(done, "has no head, but a task of kind classification needs one for classes")

@@ -22,7 +22,7 @@ SETTINGS = [
     "batch.global_batch_size=16",
     "batch.micro_batch_size=8",
     "optimizer.lr=0.01",
-    "model.task_dropout=0",
+    "model.task_head.dropout=0",
 ]
 
 

@@ -1,4 +1,4 @@
-"""scripts/harness.py with the package lm_eval: its numbers equal scripts/evaluate.py's on the same files."""
+"""scripts/harness.py with the package lm_eval: its numbers are those of our own functions on the same files."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from data_utils.common.settings import merge
 from data_utils.tasks.readers.minimal_pairs import read_minimal_pairs
 from megatron_lite.finetune import minimal_pairs
 from megatron_lite.finetune.checkpoints import evaluate
-from megatron_lite.finetune.harness import Harness
+from megatron_lite.finetune.harness import Harness, HarnessOptions
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.inference.open_run import load_run
@@ -143,9 +143,7 @@ def test_a_table_and_remarks_are_printed(runs, tasks, tmp_path, monkeypatch, cap
 
 
 @pytest.mark.parametrize("objective", ["blank_infilling", "causal", "prefix_lm"])
-def test_choices_and_texts_have_the_numbers_of_the_evaluation(
-    runs, files, tasks, tmp_path, monkeypatch, objective
-):
+def test_choices_and_texts_have_the_numbers_of_our_own(runs, files, tasks, tmp_path, monkeypatch, objective):
     (choices, texts), run = files, runs / objective
     size = ["--sequence-length", str(LENGTH), "--stride", str(STRIDE)]
     found, asked = ask(monkeypatch, tmp_path, run, tasks, "own_choices", "--score-end", *size)
@@ -155,19 +153,18 @@ def test_choices_and_texts_have_the_numbers_of_the_evaluation(
 
     found, _ = ask(monkeypatch, tmp_path, run, tasks, "own_texts", "--skip-first-token", *size)
     numbers = found["own_texts"]
-    ours = measured(run, texts, kind="language_modelling", reader="text")
     whole = [json.loads(line)["text"] for line in Path(texts).read_text().splitlines()]
-    counts = [len(text.split()) for text in whole]
-    # lm_eval divides by all words and bytes, the evaluation by those that are predicted.
-    nll = math.log(ours["word_perplexity"]) * (sum(counts) - len(counts))
+    options = HarnessOptions(sequence_length=LENGTH, stride=STRIDE, first_token=False)
+    nll = -sum(Harness(load_run(run), options).loglikelihood_rolling(whole))
     bits = nll / math.log(2) / sum(len(text.encode()) for text in whole)
-    assert numbers["bits_per_byte"] == pytest.approx(bits, rel=1e-6) and bits < ours["bits_per_byte"]
+    assert numbers["bits_per_byte"] == pytest.approx(bits, rel=1e-6)
     assert numbers["byte_perplexity"] == pytest.approx(2**bits, rel=1e-6)
-    assert math.log(numbers["word_perplexity"]) * sum(counts) == pytest.approx(nll, rel=1e-6)
+    words = sum(len(text.split()) for text in whole)
+    assert math.log(numbers["word_perplexity"]) * words == pytest.approx(nll, rel=1e-6)
 
 
 @pytest.mark.parametrize("objective", ["blank_infilling", "causal", "prefix_lm"])
-def test_last_words_have_the_numbers_of_the_evaluation(runs, tmp_path, monkeypatch, objective):
+def test_last_words_have_the_numbers_of_our_own(runs, tmp_path, monkeypatch, objective):
     """Half of the texts end as the model would end them."""
     rng, run = np.random.default_rng(6), runs / objective
     contexts = [words(rng, 3, 20) for _ in range(10)]
@@ -179,10 +176,14 @@ def test_last_words_have_the_numbers_of_the_evaluation(runs, tmp_path, monkeypat
     file = write_lines(tmp_path / "words.jsonl", lines)
     write_tasks(tmp_path / "tasks", (file, file))
     found, _ = ask(monkeypatch, tmp_path, run, tmp_path / "tasks", "own_last_words")
-    ours = measured(run, file, kind="lambada", reader="text", sequence_length=64)
-    assert found["own_last_words"]["acc"] == ours["accuracy"]
-    assert ours["accuracy"] > 0 or objective == "prefix_lm"  # whose likeliest token is a special one
-    assert found["own_last_words"]["perplexity"] == pytest.approx(ours["word_perplexity"], rel=1e-6)
+    pairs = [tuple(line["text"].rsplit(" ", 1)) for line in lines]
+    ours = Harness(load_run(run)).loglikelihood([(context, f" {word}") for context, word in pairs])
+    assert found["own_last_words"]["acc"] == np.mean([is_likeliest for _, is_likeliest in ours])
+    assert (
+        found["own_last_words"]["acc"] > 0 or objective == "prefix_lm"
+    )  # whose likeliest token is a special one
+    perplexity = math.exp(-np.mean([nats for nats, _ in ours]))
+    assert found["own_last_words"]["perplexity"] == pytest.approx(perplexity, rel=1e-6)
 
 
 def test_an_export_has_the_same_numbers(runs, tasks, tmp_path, monkeypatch):

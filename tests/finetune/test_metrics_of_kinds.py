@@ -19,7 +19,6 @@ from data_utils.common.errors import ConfigError, DataError
 from data_utils.tasks.base import TaskRecord
 from data_utils.tasks.metrics.metrics import BLEU, KNOWN, measure
 from data_utils.tasks.metrics.metrics_by_task import (
-    PERPLEXITIES,
     WITH_POSITIVE,
     Metrics,
     check_metrics,
@@ -29,7 +28,7 @@ from megatron_lite.finetune.evaluation import Evaluation, EvaluationResult, Mode
 from megatron_lite.finetune.run import little_learnt, write_file_predictions
 from megatron_lite.parallel.context import ParallelContext
 
-METRICS = sorted({*KNOWN, *PERPLEXITIES})
+METRICS = sorted(KNOWN)
 RIGHT, FOUND = ["no", "yes", "yes", "no"], ["no", "yes", "no", "no"]
 # tp 1, fp 0, fn 1, tn 2 of the second class
 OF_LABELS = {
@@ -199,33 +198,9 @@ def parts_of_speech():
     return tagging(("NOUN", "VERB"), right, [[0, 1, 1], [1, 0]], {"tag_accuracy": 4 / 5})
 
 
-def language_modelling():
-    """Six tokens, of which five are predicted with probability 1/2 each; their text is `rain falls in the city`."""
-    made = renderer(kind="language_modelling", stride=16)
-    nll = 5 * math.log(2)
-    expected = {
-        "token_perplexity": 2.0,
-        "word_perplexity": 2.0,
-        "bits_per_byte": 5 / len(" rain falls in the city"),
-    }
-    return (
-        made,
-        records([None], text=["cold rain falls in the city"]),
-        [np.array([[-nll, 0.0]])],
-        expected,
-    )
-
-
-def lambada():
-    made = renderer(kind="lambada")
-    answers = [np.array([[math.log(0.5), 1.0]]), np.array([[math.log(0.125), 0.0]])]
-    expected = {"accuracy": 0.5, "word_perplexity": 4.0}
-    return made, records(["falls", "city"], text=["cold rain falls", "wet city"]), answers, expected
-
-
 KINDS = (
     *(classes, three_classes, cloze, choices, record_task, regression, seq2seq, blanks, spans),
-    *(label_sets, entities, parts_of_speech, language_modelling, lambada),
+    *(label_sets, entities, parts_of_speech),
 )
 
 
@@ -238,8 +213,6 @@ GUESSES = {
     label_sets: {"strict_accuracy": 1 / 4, "loose_micro_f1": 2 * 3 / (8 + 4)},
     entities: {"tag_accuracy": 2 / 5, "entity_f1": 2 * 1 / (5 + 2)},
     parts_of_speech: {"tag_accuracy": 3 / 5},
-    language_modelling: {"token_perplexity": 5.0, "word_perplexity": 5.0},
-    lambada: {"accuracy": 1 / 2, "word_perplexity": 2.0},
     blanks: {"exact_match": 1 / 2},
 }
 
@@ -253,9 +226,9 @@ def test_a_run_that_learnt_nothing_is_told_by_every_metric_of_every_kind(kind, t
         config = dataclasses.replace(made.inputs.config, metrics=names)
         evaluation = Evaluation(config, made, given, ParallelContext.alone(), 8)
         found = [each[metric] for each in evaluation.guesses()]
-        least = metric in (*PERPLEXITIES, "loss")
+        least = metric == "loss"
         assert (min if least else max)(found) == pytest.approx(guess), metric
-        for name in ("records", "_samples", "_all_records"):  # many, so that chance explains little
+        for name in ("records", "_samples"):  # many, so that chance explains little
             setattr(evaluation, name, getattr(evaluation, name) * 100)
         for value, told in ((guess, True), (-0.9, True), (guess / 2 if least else 1.0, False)):
             if least and value < 0:

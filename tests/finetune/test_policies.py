@@ -31,7 +31,7 @@ POLICIES = {
     "adapters": ["finetune.trained=adapters", "model.adapter_size=8"],
     "lora": ["finetune.trained=lora", "model.lora.rank=4"],
     "head": ["finetune.trained=head"],
-    "mix": ["finetune.trained=head", "model.task_mix=true"],
+    "mix": ["finetune.trained=head", "model.task_head.mix=true"],
 }
 
 
@@ -116,7 +116,7 @@ def test_layouts_and_a_resumed_run_equal_one_process(tmp_path, layouts):
         *ULMFIT,
         *STEPS,
         "model.adapter_size=8",
-        "model.task_mix=true",
+        "model.task_head.mix=true",
         "model.output_dropout=0.1",
         "training.steps=12",
         "training.eval_interval=5",
@@ -258,7 +258,7 @@ def test_adapters_begin_as_nothing(tmp_path):
 
 def test_a_mix_of_layers_is_elmos(tmp_path):
     """gain * sum of softmax(s)_j norm(h_j), of what goes into each block and of what the last one gives."""
-    task = task_of(write_task(tmp_path / "task"), tmp_path / "out", "model.task_mix=true")
+    task = task_of(write_task(tmp_path / "task"), tmp_path / "out", "model.task_head.mix=true")
     model = build_model(task.config, 1)
     batch = TaskData(task.train, task.renderer, 0).batch(np.arange(8))
     given = MicroBatch.from_batch(batch, torch.device("cpu"), task.config.model)
@@ -290,16 +290,18 @@ def test_a_pool_needs_a_head_of_texts(tmp_path):
     cloze = {"kind": "cloze", "template": "{text} [MASK]", "verbalizers": {"0": "bad", "1": "good"}}
     files = write_task(tmp_path / "task", **cloze)
     with pytest.raises(
-        ConfigError, match="task_pool is concat, but a task of kind cloze has no head of whole"
+        ConfigError, match=r"task_head\.pool is concat, but the task is of kind cloze, .* no head of whole"
     ):
-        task_of(files, tmp_path / "out", "model.task_pool=concat")
+        task_of(files, tmp_path / "out", "model.task_head.pool=concat")
 
 
 def test_a_mix_needs_a_head(tmp_path):
     cloze = {"kind": "cloze", "template": "{text} [MASK]", "verbalizers": {"0": "bad", "1": "good"}}
     files = write_task(tmp_path / "task", **cloze)
-    with pytest.raises(ConfigError, match="task_mix is true, but a task of kind cloze adds no head"):
-        task_of(files, tmp_path / "out", "model.task_mix=true")
+    with pytest.raises(
+        ConfigError, match=r"task_head\.mix is true, but the task is of kind cloze, .* no head"
+    ):
+        task_of(files, tmp_path / "out", "model.task_head.mix=true")
 
 
 def test_siatls_order(tmp_path):
@@ -314,7 +316,7 @@ def test_the_layer_before_the_output_matrix_is_trained_where_something_reads_it(
     classes = write_task(tmp_path / "classes")
     cloze = {"kind": "cloze", "template": "{text} [MASK]", "verbalizers": {"0": "bad", "1": "good"}}
     tokens = write_task(tmp_path / "cloze", **cloze)
-    pooled = ("model.task_pooler=true", "model.task_pooler_kind=transform")
+    pooled = ("model.task_head.pooler=true", "model.task_head.pooler_kind=transform")
     cases = [
         (classes, (), True),
         (classes, pooled, False),

@@ -15,7 +15,7 @@ from support.tasks import task_of, votes, write_lines, write_task
 from support.whole_weights import load_weights
 
 from data_utils.common.errors import CheckpointError, ConfigError, ExitStatus
-from data_utils.common.settings import build, parse_override
+from data_utils.common.settings import build, merge, parse_override
 from data_utils.tasks.metrics.metrics_by_task import compared_by
 from megatron_lite.checkpoint import write as write_module
 from megatron_lite.checkpoint.manifest import checkpoint_step, list_checkpoints
@@ -308,7 +308,7 @@ def score_of(task, directory, score):
     return evaluations.little_learnt(metrics, results)
 
 
-RECALL = ["task.kind=lambada", "task.reader=synthetic", "task.train=recall:pairs=2,samples=64,seed=1",
+RECALL = ["task.kind=seq2seq", "task.reader=synthetic", "task.train=recall:pairs=2,samples=64,seed=1",
     "task.validation=['recall:pairs=2,samples=100,seed=2']", "task.labels=[]"]  # fmt: skip
 
 
@@ -414,7 +414,7 @@ def test_pretraining_refuses_a_task(tmp_path):
     [
         ({"system": "roberta"}, "RobertaForSequenceClassification"),
         ({"system": "xlnet"}, "XLNetForSequenceClassification"),
-        ({"system": "roberta", "task_pooler": True}, None),
+        ({"system": "roberta", "task_head": {"pooler": True}}, None),
         ({"system": "bert", "sentence_classes": 2}, None),
         ({"system": "gpt2"}, None),
         ({}, None),
@@ -423,12 +423,15 @@ def test_pretraining_refuses_a_task(tmp_path):
 )
 def test_a_head_that_cannot_be_exported_is_named_before_it_is_trained(options, name, caplog):
     sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 97}
-    model = build(ModelConfig, {**sizes, "task_head": "classes", "task_classes": 3, **options})
+    head = {"task_head": {"type": "classes", "classes": 3}}
+    model = build(ModelConfig, merge({**sizes, **head}, options))
     warn_of_export(model)
     if name is None:
         assert not caplog.records
         return
     (record,) = caplog.records
-    assert f"{name} has a layer" in record.getMessage() and "model.task_pooler=true" in record.getMessage()
-    with pytest.raises(CheckpointError, match=r"tune with model\.task_pooler=true"):
+    assert (
+        f"{name} has a layer" in record.getMessage() and "model.task_head.pooler=true" in record.getMessage()
+    )
+    with pytest.raises(CheckpointError, match=r"tune with model\.task_head\.pooler=true"):
         transformers_class_name(SYSTEMS_BY_NAME[model.system], model)

@@ -216,14 +216,13 @@ BAD = {
     "a name with a dot": ((), {"name": "a.b"}, "of letters, digits, _ and -"),
     "zero 3": (("parallel.zero_stage=3",), {}, "parallel.zero_stage is 3 with several tasks (votes, share)"),
     "language": (("finetune.lm_weight=0.5",), {}, "finetune.lm_weight is 0.5 with several tasks"),
-    "a pool": (("model.task_pool=concat",), {}, "model.task_pool is concat with several tasks"),
+    "a pool": (("model.task_head.pool=concat",), {}, "model.task_head.pool is concat with several tasks"),
     "alpha": (
         ("finetune.tasks_alpha=2",),
         {},
         "finetune.tasks_alpha is 2; it must be at least 0 and at most 1",
     ),
     "no task": (("tasks=[3, {}]",), {}, "tasks has 3; each must be a file with a section task"),
-    "heads alone": (("model.task_heads=['a:values:0']", "tasks=[]"), {}, "model.task_heads is"),
 }
 
 
@@ -232,9 +231,8 @@ def test_bad_input_is_one_line(files, tmp_path, case):
     overrides, changes, message = BAD[case]
     path = tmp_path / "values.yaml"
     path.write_text(yaml.safe_dump(merge(yaml.safe_load(path.read_text()), {"task": changes})))
-    chosen = files[:2] if "tasks=[]" in overrides else files
     with pytest.raises(ConfigError) as error:
-        task_of(chosen, tmp_path / "out", *overrides)
+        task_of(files, tmp_path / "out", *overrides)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
@@ -247,7 +245,7 @@ def test_two_tasks_together_reach_both_optima(tmp_path):
     model = {
         "model": {
             "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_position": 64, "init_std": 0.1,
-            "embedding_dropout": 0.0, "attention_dropout": 0.0, "output_dropout": 0.0, "task_dropout": 0.0,
+            "embedding_dropout": 0.0, "attention_dropout": 0.0, "output_dropout": 0.0, "task_head": {"dropout": 0.0},
         },
         "tokenizer": {"kind": "bert_wordpiece", "path": str(tmp_path / "vocab.txt")},
         "data": {"sequence_length": 32},

@@ -26,14 +26,15 @@ from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.glm.modeling_glm import GLMForMultipleChoice, GLMForSequenceClassification
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published.heads import TASK_CLASSES
-from megatron_lite.hf.published.proof import encoder_decoder_inputs, scatter_targets
+from megatron_lite.hf.published.verify_inputs import encoder_decoder_inputs, scatter_targets
 from megatron_lite.inference.open_run import load_run
 from megatron_lite.telemetry.records import read_metrics
 
 STEPS, BATCH, LR, DECAY, WARMUP = 50, 8, 1e-3, 0.05, 5
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", *(f"word{i}" for i in range(394))]
 NO_DROPOUT = {
-    **dict.fromkeys(("embedding_dropout", "attention_dropout", "output_dropout", "task_dropout"), 0.0)
+    **dict.fromkeys(("embedding_dropout", "attention_dropout", "output_dropout"), 0.0),
+    "task_head": {"dropout": 0.0},
 }
 BASE = {
     "training": {"steps": 1, "precision": "fp32", "seed": 7},
@@ -97,8 +98,8 @@ def task_tree(directory, kind, smoothing):
 def prepared(run_config, directory, kind, smoothing, start):
     path = directory / "task.yaml"
     path.write_text(yaml.safe_dump(task_tree(directory, kind, smoothing)))
-    pooled = {} if kind != "classification" else {"task_pooler": run_config.parent.name == "run"}
-    tree = merge(load_tree([str(run_config)], str(path), []), {"model": NO_DROPOUT | pooled})
+    pooled = {} if kind != "classification" else {"task_head": {"pooler": run_config.parent.name == "run"}}
+    tree = merge(load_tree([str(run_config)], str(path), []), {"model": merge(NO_DROPOUT, pooled)})
     if start is not None:
         tree = merge(tree, {"checkpoint": {"initialize_from": str(start)}})
     return prepare(tree)

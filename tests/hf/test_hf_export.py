@@ -23,14 +23,15 @@ from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.model import BLOCK_POSITIONS
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.engine.plain import make_engine
+from megatron_lite.hf.common.config_json import by_transformers
+from megatron_lite.hf.common.weights import new_directory, open_directory
 from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.hf.files.config_json import by_transformers
-from megatron_lite.hf.files.weights import new_directory, open_directory
-from megatron_lite.hf.glm import proof
 from megatron_lite.hf.glm.modeling_glm import GLMForBlankInfilling
 from megatron_lite.hf.glm.pipeline_glm import BlankInfillingPipeline
 from megatron_lite.hf.glm.tokenizer_files import exported_tokenizer
+from megatron_lite.hf.glm.verify import class_inputs, span_batch
 from megatron_lite.hf.importing import import_directory
+from megatron_lite.hf.published.verify_inputs import our_output
 from megatron_lite.inference.filling import BlankFiller
 from megatron_lite.inference.open_run import load_run
 
@@ -98,13 +99,13 @@ def test_gelu_is_part_of_the_model(vocabulary, tmp_path, gelu):
     (tmp_path / "export/config.json").write_text(
         json.dumps({**config, "gelu": "erf" if gelu == "tanh" else "tanh"})
     )
-    batch = proof.proof_batch(make_config(tree(vocabulary)).model)
+    batch = span_batch(make_config(tree(vocabulary)).model)
     with by_transformers(tmp_path / "export"):
         swapped = GLMForBlankInfilling.from_pretrained(tmp_path / "export").eval()
     with torch.no_grad():
-        logits = swapped(**proof.class_inputs(batch), use_cache=False).logits
+        logits = swapped(**class_inputs(batch), use_cache=False).logits
     model = load_run(tmp_path / "run").model
-    assert (logits - proof.training_logits(model, batch)).abs().max() > 1e-4  # the setting is not idle
+    assert (logits - our_output(model, batch)[1]).abs().max() > 1e-4  # the setting is not idle
 
 
 LOCAL = {"attention_window": 6, "global_every": 2, "rotary_base_local": 50.0}
@@ -233,10 +234,12 @@ def test_a_model_with_other_heads_is_not_exported(vocabulary, tmp_path):
 
 
 def test_a_head_that_pools_is_refused_by_name(vocabulary, tmp_path):
-    options = {"task_head": "classes", "task_classes": 2, "task_pool": "concat"}
+    options = {"task_head": {"type": "classes", "classes": 2, "pool": "concat"}}
     task = {"name": "own", "kind": "classification", "reader": "jsonl", "labels": ["no", "yes"]}
     write_run(tmp_path / "run", merge(tree(vocabulary), {"model": options, "task": task}))
-    with pytest.raises(CheckpointError, match=r"model\.task_pool concat, which no class of transformers has"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.task_head.pool concat, which no class of transformers has"
+    ):
         export_run(tmp_path / "run", tmp_path / "export", ExportOptions())
     assert not (tmp_path / "export").exists()
 
@@ -251,8 +254,8 @@ sys.path[:0] = [{root!r}, {tests!r}]
 from support.hf_runs import settings_of, tree, make_config
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory
-from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
-from megatron_lite.hf.files.weights import Weights
+from megatron_lite.hf.common.imported_run import write_training_checkpoint
+from megatron_lite.hf.common.weights import Weights
 from megatron_lite.transformer.flops import parameter_shapes
 
 def peak():

@@ -15,7 +15,7 @@ from data_utils.common.errors import CheckpointError, ConfigError, DataError
 from data_utils.common.settings import build, merge, parse_override
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.hf.export import ExportOptions, export_run, require_usual_logits
+from megatron_lite.hf.export import ExportOptions, export_run, require_plain_logits
 from megatron_lite.hf.glm.modeling_glm import GLMForBlankInfilling
 from megatron_lite.hf.importing import import_directory, import_megatron
 from megatron_lite.hf.published.write_config import hf_config
@@ -27,7 +27,7 @@ def test_what_no_class_computes_is_not_exported(option):
     with pytest.raises(
         CheckpointError, match=rf"step_1 has model.{next(iter(option))}, .*; use the run itself"
     ):
-        require_usual_logits(config, Path("step_1"))
+        require_plain_logits(config, Path("step_1"))
 
 
 @pytest.mark.parametrize("choice", ["attention", "ffn", "none"])

@@ -10,8 +10,8 @@ from support.hf_runs import tree
 
 from data_utils.common.errors import CheckpointError
 from data_utils.common.settings import merge
+from megatron_lite.hf.common.weights import PADDING_ROWS, WORDS
 from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.hf.files.weights import PADDING_ROWS, WORDS
 from megatron_lite.hf.glm import released
 from megatron_lite.hf.importing import import_directory, import_megatron
 from megatron_lite.inference.open_run import load_run

@@ -14,8 +14,8 @@ from data_utils.common.settings import build, keys_of, section_in, setting_names
 from data_utils.objectives.ul2 import DenoiserConfig
 from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
 from megatron_lite.config.tree import Config
+from megatron_lite.hf.common.recipe import portable_recipe, read_recipe, tokenizer_options
 from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.hf.files.recipe import portable_recipe, read_recipe, tokenizer_options
 from megatron_lite.hf.importing import import_directory
 
 CANARY = "/a/path/of/a/stranger"
@@ -27,7 +27,7 @@ SETTINGS = {
     "optimizer": "kind lr beta1 beta2 eps weight_decay clip_grad_norm",
     "data": "sequence_length row_length",
     "task": "name kind reader labels text_fields label_field form pattern template verbalizers scoring length_power "
-    "loss mask sequence_length target_length question_length answer_length stride bidirectional masked_ratio "
+    "loss mask sequence_length target_length question_length answer_length stride masked_ratio "
     "target_mask_prob blank_ratio metrics",
 }
 PATHS = {"optimus.encoder_from", "optimus.decoder_from", "entities.vectors"}
@@ -36,7 +36,9 @@ PLANS = {"schedule.parts", *(f"batch.ramp.{key}" for key in ("start", "by", "sam
 # A model with muP is not exported.
 PLANS |= {f"{stack}.mup.base_{size}_size" for stack in ("model", "decoder") for size in ("hidden", "head")}
 # Nor one with heads of several tasks; heads of classes belong to the objectives that an import names.
-PLANS |= {f"{stack}.{heads}_heads" for stack in ("model", "decoder") for heads in ("task", "class")}
+PLANS |= {
+    f"{stack}.{heads}" for stack in ("model", "decoder") for heads in ("task_head.heads", "class_heads")
+}
 FREE_TEXT = {f"task.{key}" for key in ["name", "labels", "text_fields", "label_field", "template", "metrics"]}
 
 

@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 from support.tokenizer_files import KIND_OF
 from transformers import AutoTokenizer, tokenization_utils_base
 
-from data_utils.common.errors import CheckpointError
 from data_utils.tasks.base import TaskRecord
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.templates.input_formats import InputFormat
 from data_utils.tasks.templates.render import Renderer
 from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
 from megatron_lite.hf.glm.tokenization_glm import GLMSentencePieceTokenizer, GLMTokenizerFast
-from megatron_lite.hf.glm.tokenizer_files import prove_tokenizer, training_tokenizer, write_tokenizer
+from megatron_lite.hf.glm.tokenizer_files import compare_glm_tokenizer, training_tokenizer, write_tokenizer
 
 CASES = [*KIND_OF, "sentencepiece shared gmask"]
 
@@ -42,7 +41,7 @@ def exported(tokenizer_files, tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_ids_match_training(exported, case):
     tokenizer, _, directory = exported[case]
-    prove_tokenizer(tokenizer, directory)
+    compare_glm_tokenizer(tokenizer, directory)
 
 
 texts = st.lists(
@@ -75,7 +74,7 @@ def test_a_run_can_continue_with_the_original_files(exported, case):
 def test_saving_again_keeps_everything(exported, case, tmp_path):
     tokenizer, hf, _ = exported[case]
     hf.save_pretrained(tmp_path)
-    prove_tokenizer(tokenizer, tmp_path)
+    compare_glm_tokenizer(tokenizer, tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=True)
     assert again("the [MASK] fox")["input_ids"] == hf("the [MASK] fox")["input_ids"]
     assert again.blank_token_ids == hf.blank_token_ids
@@ -89,13 +88,8 @@ def test_the_proof_of_a_model_with_few_positions_warns_of_nothing(exported, tmp_
     monkeypatch.setattr(tokenization_utils_base.logger, "warning", lambda text, *_: said.append(text))
     GLMTokenizerFast.from_pretrained(tmp_path)("the quick brown fox jumps over the dog.")
     assert len(said) == 1 and "longer than the specified maximum" in said[0]  # so transformers would warn
-    prove_tokenizer(tokenizer, tmp_path)
+    compare_glm_tokenizer(tokenizer, tmp_path)
     assert len(said) == 1
-
-
-def test_a_wrong_tokenizer_fails_the_proof(exported):
-    with pytest.raises(CheckpointError, match="the exported tokenizer"):
-        prove_tokenizer(exported["bert"][0], exported["gpt2"][2])
 
 
 @pytest.mark.parametrize("case", ["bert", "gpt2", "sentencepiece"])

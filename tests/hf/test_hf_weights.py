@@ -10,10 +10,9 @@ from safetensors.torch import load_file
 
 from data_utils.common.errors import CheckpointError
 from megatron_lite.checkpoint.tensor_files import write_tensors
-from megatron_lite.hf.files.weights import (
+from megatron_lite.hf.common.weights import (
     DTYPES,
     METADATA,
-    Weights,
     from_state_dict,
     open_directory,
     write_sharded,
@@ -58,22 +57,6 @@ def test_shards_hold_everything_once_within_the_limit(tmp_path_factory, shapes, 
     for file in files:
         filled = [tensor for tensor in file.values() if tensor.numel()]
         assert len(filled) <= 1 or sum(tensor.nbytes for tensor in filled) <= limit
-
-
-@pytest.mark.parametrize("rows", [2, 5, 9])
-def test_rows_are_cut_or_filled_with_zeros(rows):
-    tensors = {"table": torch.ones(5, 3), "other": torch.ones(5, 3)}
-    weights = from_state_dict(tensors, "x").with_rows("table", rows)
-    assert weights.shapes == {"table": (rows, 3), "other": (5, 3)}
-    table = weights.read("table")
-    assert table.shape == (rows, 3) and table.sum() == 3 * min(rows, 5) and table[:2].eq(1).all()
-    assert weights.read("other") is tensors["other"]
-
-
-def test_renaming_reads_by_the_new_name():
-    weights = Weights({"a": (1,), "b": (2,)}, lambda name: torch.full((1,), float(ord(name))))
-    assert weights.renamed({"x": "b"}).shapes == {"x": (2,)}
-    assert weights.renamed({"x": "b"}).read("x").item() == ord("b")
 
 
 def test_shards_of_pickles_are_read(tmp_path):

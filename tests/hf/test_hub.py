@@ -17,7 +17,7 @@ from support.tokenizer_files import bert_vocab, write_bert
 from data_utils.common.errors import DataError
 from data_utils.common.hub import HubName, fetch, hub_name
 from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
-from megatron_lite.hf.files.hub_files import wanted
+from megatron_lite.hf.common.hub_files import wanted
 from megatron_lite.hf.importing import import_directory
 
 CONVERT = "scripts/convert_checkpoint.py"

@@ -390,7 +390,7 @@ def test_a_head_of_two_layers_is_saved_whole(tmp_path):
     _, task = write_task(tmp_path / "task", train=32)
     begin = ["--checkpoint", original, "--task", task, "--output", tmp_path / "out", "finetune.epochs=1"]
     settings = ["objectives={masked_lm: 1}", "data.sequence_length=64", "training.precision=fp32"]
-    updates = ["finetune.trained=lora", "model.lora.rank=4", "model.task_pooler=true"]
+    updates = ["finetune.trained=lora", "model.lora.rank=4", "model.task_head.pooler=true"]
     done(TUNE, *begin, *settings, *updates)
     for name, options in (("merged", []), ("adapter", ["--adapter"])):
         tuned = ["--checkpoint", tmp_path / "out", "--output", tmp_path / name]

@@ -12,15 +12,15 @@ from data_utils.common.setting_files import load_yaml
 from data_utils.common.settings import build, merge
 from megatron_lite.checkpoint.manifest import checkpoint_name, write_manifest
 from megatron_lite.config.tree import Config
+from megatron_lite.hf.common.imported_run import write_training_checkpoint
+from megatron_lite.hf.common.weights import Weights
 from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
-from megatron_lite.hf.files.weights import Weights
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.transformer.flops import parameter_shapes
 
 TREE = {"training": {"steps": 6, "precision": "fp32"}, "data": {"sequence_length": 60}}
 HEAD = {
-    "model": {"task_head": "classes", "task_classes": 2},
+    "model": {"task_head": {"type": "classes", "classes": 2}},
     "task": {
         "name": "votes", "kind": "classification", "reader": "jsonl", "labels": ["no", "yes"], "sequence_length": 24,
     },

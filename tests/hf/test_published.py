@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 from support.published import CASES, write_random, xlnet_logits
 from support.recipes import collate, make, text_of, windows
 from transformers.models.t5.modeling_t5 import T5Attention
@@ -23,13 +22,11 @@ from data_utils.common.batch_fields import (
 )
 from data_utils.common.settings import build
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.hf.files.weights import Weights
-from megatron_lite.hf.published.proof import our_output, proof_batch, scatter_targets, their_output
-from megatron_lite.hf.published.read_config import field_of
+from megatron_lite.hf.common.weights import Weights
 from megatron_lite.hf.published.segment_memory import read_segment
 from megatron_lite.hf.published.source import open_published
-from megatron_lite.hf.published.tensor_map import skipped_rows, to_ours, to_theirs
-from megatron_lite.hf.published.write_config import hf_config
+from megatron_lite.hf.published.tensor_map import to_ours
+from megatron_lite.hf.published.verify_inputs import our_output, scatter_targets, text_batch, their_output
 from megatron_lite.transformer.attention_backends.layout import allowed
 from megatron_lite.transformer.batch import Batch
 from megatron_lite.transformer.micro_batch import prepare
@@ -91,7 +88,7 @@ def gradients(module):
 def test_logits_and_gradients_match_the_class(both):
     theirs, source, model = both
     config = model.config
-    batch = proof_batch(config)
+    batch = text_batch(config)
     batch[:, TOKENS] += 4 * (batch[:, TOKENS] < 4)  # their padding row has no gradient from the input side
     real = torch.from_numpy(batch[:, DOC] != PADDING_DOC)
     if config.decoder_layers:
@@ -119,28 +116,6 @@ def test_logits_and_gradients_match_the_class(both):
     for name, parameter in model.named_parameters():
         expected_grad = expected_grads.read(name)
         assert (parameter.grad[: len(expected_grad)] - expected_grad).abs().max() <= limit, name
-
-
-def test_their_tensors_come_back_bit_equal(both, tmp_path):
-    theirs, source, model = both
-    described = hf_config(model.config, {})
-    assert described.architectures == [type(theirs).__name__]
-    read = transformers.CONFIG_MAPPING[source.system.model_type].from_dict(theirs.config.to_dict())
-    for entry in source.system.fields:
-        if getattr(model.config, entry.ours) and entry.ours != "attention_dropout":  # which is off here
-            before, after = (field_of(config, entry.theirs) for config in (read, described))
-            assert before == after
-    named, shapes = dict(model.named_parameters()), to_ours(source.theirs, source.mappings).shapes
-    ours = Weights(
-        {name: shapes[name] for name in named}, lambda name: named[name].detach()[: shapes[name][0]]
-    )
-    kept = dict(skipped_rows(source.theirs, source.mappings))
-    rows = Weights({name: tuple(x.shape) for name, x in kept.items()}, kept.__getitem__)
-    back = to_theirs(ours, source.mappings, rows, source.system)
-    original = load_file(source.path / "model.safetensors")
-    assert back.shapes.keys() == original.keys()
-    for name, tensor in original.items():
-        assert torch.equal(back.read(name), tensor), name
 
 
 def test_both_streams_of_xlnet(tmp_path):

@@ -14,9 +14,9 @@ from data_utils.common.errors import CheckpointError, ConfigError
 from data_utils.common.settings import build, merge
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.tree import Config
+from megatron_lite.hf.common.imported_run import write_training_checkpoint
+from megatron_lite.hf.common.weights import Weights
 from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
-from megatron_lite.hf.files.weights import Weights
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.inference.open_run import open_run
 from megatron_lite.train.resume import check_beginning, keep_task_rows

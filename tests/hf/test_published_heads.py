@@ -12,12 +12,12 @@ from support.published_files import write_tokenizer
 from data_utils.common.errors import CheckpointError, ConfigError
 from data_utils.common.settings import build, merge
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.hf.common.verify import compare
+from megatron_lite.hf.common.weights import TRAINING_JSON
 from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.hf.files import proof
-from megatron_lite.hf.files.weights import TRAINING_JSON
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published.heads import OTHER_HEADS, TASK_CLASSES
-from megatron_lite.hf.published.proof import ask
+from megatron_lite.hf.published.verify import class_checks
 from megatron_lite.hf.published.write_config import hf_config
 from megatron_lite.inference.open_run import load_run
 
@@ -68,7 +68,7 @@ def brought(directory, case, output, **options):
     [pytest.param(case, kind, marks=[] if case in USUAL else pytest.mark.slow) for case, kind in CLASSES],
 )
 def test_a_published_head_comes_back(tmp_path, case, kind, caplog):
-    """Both ways are proved on the logits; every tensor is bit-equal, the labels are the same."""
+    """Both ways compare logits; every tensor is bit-equal, the labels are the same."""
     their_model(tmp_path / "theirs", case, kind)
     proof = brought(tmp_path / "theirs", case, tmp_path / "run")
     assert proof is not None and proof.agreement == 1.0
@@ -102,7 +102,7 @@ def test_what_the_class_does_not_have_is_beside_it(tmp_path, kind, caplog):
 
 @pytest.mark.parametrize("case", ["deberta_v3", "deberta_v3, odd", "deberta_v3, another"])
 def test_a_body_without_a_head_is_an_encoder(tmp_path, case):
-    """It predicts through its words, is proved on hidden states, and comes back with the names of its class."""
+    """It predicts through its words, is compared by hidden states, and comes back with the names of its class."""
     (tmp_path / "theirs").mkdir()
     model = random_model(
         case, class_name="DebertaV2Model", vocab_size=write_tokenizer("bert", tmp_path / "theirs")
@@ -120,21 +120,21 @@ def test_a_body_without_a_head_is_an_encoder(tmp_path, case):
     assert described[1].pop("torch_dtype") == described[0]["dtype"] and described[0] == described[1]
     before["encoder.layer.1.output.dense.bias"][0] += 1.0
     save_file(before, tmp_path / "ours/model.safetensors", {"format": "pt"})
-    (states,) = ask(tmp_path / "ours", "DebertaV2Model", config)
+    (states,) = class_checks(tmp_path / "ours", "DebertaV2Model", config, torch.float32)
     with torch.no_grad():
-        found = proof.compare(states.compute(run.model), states.expected)
+        found = compare(states.compute(run.model), states.expected)
     assert states.name == "hidden states" and found.largest_difference > 0.1
 
 
 def test_a_number_is_a_head_of_one_output(tmp_path):
     their_model(tmp_path / "theirs", "roberta", "text", num_labels=1, id2label={0: "score"})
     assert brought(tmp_path / "theirs", "roberta", tmp_path / "run").agreement == 1.0
-    assert load_run(tmp_path / "run").config.model.task_head == "values"
+    assert load_run(tmp_path / "run").config.model.task_head.type == "values"
     export_run(tmp_path / "run", tmp_path / "ours", ExportOptions())
 
 
-def test_a_wrong_head_fails_the_proof(tmp_path):
-    """The proof reads the head: one wrong weight of it is enough."""
+def test_a_wrong_head_is_noticed(tmp_path):
+    """The comparison reads the head: one wrong weight of it is enough."""
     their_model(tmp_path / "theirs", "bert", "text")
     brought(tmp_path / "theirs", "bert", tmp_path / "run", verify=False)
     path = tmp_path / "theirs/model.safetensors"
@@ -142,9 +142,9 @@ def test_a_wrong_head_fails_the_proof(tmp_path):
     tensors["classifier.bias"][1] += 0.01
     save_file(tensors, path, {"format": "pt"})
     model = load_run(tmp_path / "run").model
-    (head,) = ask(tmp_path / "theirs", "BertForSequenceClassification", model.config)
+    (head,) = class_checks(tmp_path / "theirs", "BertForSequenceClassification", model.config, torch.float32)
     with torch.no_grad():
-        found = proof.compare(head.compute(model), head.expected)
+        found = compare(head.compute(model), head.expected)
     assert head.name == "head" and found.largest_difference == pytest.approx(0.01, rel=1e-3)
 
 
@@ -175,8 +175,7 @@ def test_heads_that_differ_are_refused_by_name(tmp_path):
 
 def test_heads_of_no_class_are_not_exported():
     head = {
-        "task_head": "classes",
-        "task_classes": 3,
+        "task_head": {"type": "classes", "classes": 3},
         "num_layers": 1,
         "hidden_size": 8,
         "num_attention_heads": 2,
@@ -184,18 +183,18 @@ def test_heads_of_no_class_are_not_exported():
     cases = {
         "whose head no class of transformers for gpt2 has; export the checkpoint before": {"system": "gpt2"},
         "whose head no class of transformers for glm has": {"system": "glm4"},
-        "RobertaForSequenceClassification has one; tune with model.task_pooler=true": {"system": "roberta"},
+        "RobertaForSequenceClassification has one; tune with model.task_head.pooler=true": {"system": "roberta"},
         "ModernBertForSequenceClassification has one; tune with": {"system": "modernbert"},
-        "model.task_pooler_kind is 'tanh', which ModernBertForSequenceClassification": {
-            "system": "modernbert", "task_pooler": True, "task_pooler_kind": "tanh",
+        "model.task_head.pooler_kind is 'tanh', which ModernBertForSequenceClassification": {
+            "system": "modernbert", "task_head": {"pooler": True, "pooler_kind": "tanh"},
         },
-        "model.task_mix is True, which BertForSequenceClassification does not have": {
-            "system": "bert", "sentence_classes": 2, "task_mix": True,
+        "model.task_head.mix is True, which BertForSequenceClassification does not have": {
+            "system": "bert", "sentence_classes": 2, "task_head": {"mix": True},
         },
     }  # fmt: skip
     for message, options in cases.items():
         with pytest.raises(CheckpointError, match=message):
-            hf_config(build(ModelConfig, {"vocab_size": 97, **head, **options}), {})
+            hf_config(build(ModelConfig, merge({"vocab_size": 97, **head}, options)), {})
 
 
 def test_an_export_of_ernie_2_records_no_objectives_and_its_heads_come_with_those_that_are_given(tmp_path):

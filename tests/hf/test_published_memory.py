@@ -22,7 +22,7 @@ from data_utils.common.batch_fields import (
 from data_utils.common.settings import build
 from data_utils.objectives import LOSSES
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.hf.files.weights import Weights
+from megatron_lite.hf.common.weights import Weights
 from megatron_lite.hf.published.source import open_published
 from megatron_lite.hf.published.tensor_map import to_ours
 from megatron_lite.transformer.batch import Batch

@@ -13,38 +13,17 @@ from data_utils.common.batch_fields import DOC, ORD, PADDING_DOC, POSITION_IDS, 
 from data_utils.common.errors import CheckpointError
 from data_utils.common.settings import build
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.hf.files.system_table import ROTATE_HALF, SAME
-from megatron_lite.hf.published.proof import our_output, texts_to_batch
 from megatron_lite.hf.published.source import open_published
-from megatron_lite.hf.published.systems import published_system
-from megatron_lite.hf.published.tensor_map import tensor_mappings, to_ours
+from megatron_lite.hf.published.tensor_map import to_ours
+from megatron_lite.hf.published.verify_inputs import our_output, texts_to_batch
 from megatron_lite.hf.published.write_config import former_fields, hf_config
 from megatron_lite.inference.cache import CachedPlan, id_fields, run_cached_stack
-from megatron_lite.transformer.flops import parameter_shapes
 from megatron_lite.transformer.init import initialize_parameters
 from megatron_lite.transformer.transformer import Transformer
 
 SIZES = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 97}
 # fp32, the same sums in another order; times the largest value beyond 1.
 TOLERANCE = 1e-5
-
-
-def test_halves_become_pairs_within_each_head():
-    config = build(ModelConfig, {"system": "llama", **SIZES})
-    rows = torch.arange(16)
-    expected = [0, 4, 1, 5, 2, 6, 3, 7]
-    assert ROTATE_HALF.to_ours(rows, config).tolist() == [*expected, *(8 + row for row in expected)]
-    assert torch.equal(ROTATE_HALF.to_theirs(ROTATE_HALF.to_ours(rows, config), config), rows)
-    partial = build(ModelConfig, {"system": "llama", "rotary_share": 0.5, **SIZES})
-    assert ROTATE_HALF.to_ours(rows[:8], partial).tolist() == [0, 2, 1, 3, 4, 5, 6, 7]
-
-
-def test_biases_are_turned_as_their_rows_and_values_are_not():
-    config = build(ModelConfig, {"system": "qwen2", **SIZES})
-    mappings = tensor_mappings(published_system(config), parameter_shapes(config), config)
-    for kind in ("weight", "bias"):
-        transforms = [mappings[f"model.layers.0.self_attn.{name}_proj.{kind}"].transform for name in "qkv"]
-        assert transforms == [ROTATE_HALF, ROTATE_HALF, SAME]
 
 
 @pytest.mark.parametrize(

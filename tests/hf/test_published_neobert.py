@@ -16,8 +16,8 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published.neobert import _BY_HEAD as BY_HEAD
-from megatron_lite.hf.published.proof import our_output, texts_to_batch
 from megatron_lite.hf.published.source import open_published
+from megatron_lite.hf.published.verify_inputs import our_output, texts_to_batch
 from megatron_lite.hf.published.write_config import hf_config
 from megatron_lite.inference.open_run import load_run
 from megatron_lite.transformer.flops import parameter_shapes

@@ -13,12 +13,9 @@ from support.selection import slow_but
 
 from data_utils.common.errors import CheckpointError, ConfigError
 from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.hf.files.proof import compare
 from megatron_lite.hf.importing import import_directory
-from megatron_lite.hf.published.proof import ask
-from megatron_lite.hf.published.source import open_published
 from megatron_lite.hf.published.systems import PUBLISHED
-from megatron_lite.inference.open_run import load_run, open_run
+from megatron_lite.inference.open_run import open_run
 
 CAUSAL = {"objectives": {"causal": 1}}
 WITHOUT_LABELS = {  # of sentences, for which the files have no head
@@ -37,7 +34,7 @@ def tree_of(case):
 
 @pytest.mark.parametrize("name", slow_but([*RELEASED][::4], RELEASED))
 def test_a_released_directory_comes_in_and_names_what_it_leaves_out(tmp_path, caplog, name):
-    """The proof compares with the class; today's tensors are bit-equal in an export."""
+    """Outputs of the class are compared; today's tensors are bit-equal in an export."""
     found = RELEASED[name]
     caplog.set_level(logging.WARNING)
     _, state = write_released(name, tmp_path / "theirs")
@@ -103,7 +100,7 @@ BODIES = {  # the class without a head -> the case, and a parameter that is new 
 
 @pytest.mark.parametrize("class_name", slow_but([*BODIES][::3], BODIES))
 def test_a_base_model_comes_in_with_new_heads(tmp_path, caplog, class_name):
-    """Its hidden states are proved, each tensor that it shares with the class of the run goes back bit-equal."""
+    """Its hidden states are compared, each tensor that it shares with the class of the run goes back bit-equal."""
     case, new = BODIES[class_name]
     caplog.set_level(logging.WARNING)
     write(case, tmp_path / "theirs", class_name)
@@ -122,19 +119,6 @@ def test_a_base_model_comes_in_with_new_heads(tmp_path, caplog, class_name):
 
 def model_type(root):
     return json.loads((root / "theirs/config.json").read_text())["model_type"]
-
-
-def test_a_wrong_body_fails_its_proof(tmp_path):
-    write("bert", tmp_path / "theirs", "BertModel")
-    source = open_published(tmp_path / "theirs")
-    import_directory(tmp_path / "theirs", tmp_path / "run", TREE | OBJECTIVE["bert"])
-    model = load_run(tmp_path / "run").model
-    name = "encoder.layer.1.output.dense.bias"
-    rewrite(tmp_path / "theirs", lambda state: state | {name: state[name] + 0.1 * torch.eye(48)[0]})
-    (states,) = ask(tmp_path / "theirs", "BertModel", model.config, source=source)
-    with torch.no_grad():
-        found = compare(states.compute(model), states.expected)
-    assert states.name == "hidden states" and not found.holds(1e-5)
 
 
 def test_a_base_model_without_a_pooler_comes_in(tmp_path):
@@ -174,7 +158,7 @@ def test_the_head_of_a_task_is_found_by_its_tensors(tmp_path, caplog, case, clas
     write(case, tmp_path / "theirs", class_name)
     strip(tmp_path / "theirs", "architectures")
     import_directory(tmp_path / "theirs", tmp_path / "run", tree_of(case))
-    assert open_run(tmp_path / "run").config.model.task_head == found
+    assert open_run(tmp_path / "run").config.model.task_head.type == found
     assert f"architectures is not given; the tensors fit {class_name}" in caplog.text
 
 
@@ -201,7 +185,7 @@ def test_the_rows_of_a_head_decide_how_many_labels_there_are(tmp_path, caplog, f
     edit(tmp_path / "theirs", **fields)
     import_directory(tmp_path / "theirs", tmp_path / "run", tree_of("bert"))
     config = open_run(tmp_path / "run").config
-    assert config.model.task_classes == 5 and config.task.labels == names
+    assert config.model.task_head.classes == 5 and config.task.labels == names
     assert "labels, and the head has 5" in caplog.text
     assert export_run(tmp_path / "run", tmp_path / "ours", ExportOptions()).agreement == 1.0
     assert tuple(json.loads((tmp_path / "ours/config.json").read_text())["id2label"].values()) == names
@@ -274,5 +258,5 @@ def test_a_decoder_deeper_than_its_encoder_is_proved_without_generation(tmp_path
     write(case, tmp_path / "theirs", num_layers=1, num_decoder_layers=3)
     proof = import_directory(tmp_path / "theirs", tmp_path / "run", tree_of(case))
     assert proof is not None and proof.agreement == 1.0
-    assert "the proof leaves out generation" in caplog.text
+    assert "generation is not compared" in caplog.text
     assert export_run(tmp_path / "run", tmp_path / "ours", ExportOptions()).agreement == 1.0

@@ -33,14 +33,14 @@ from megatron_lite.config.tree import Config
 from megatron_lite.engine.plain import make_engine
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory
-from megatron_lite.hf.published import proof as published_proof
+from megatron_lite.hf.published import verify as published_verify
 from megatron_lite.hf.published.segment_memory import read_segment
 from megatron_lite.inference.open_run import open_run
 
 SENTENCE = "The quick brown fox jumps over the lazy dog."
 
 
-USUAL = ("bert", "gpt2", "glm4", "t5", "xlnet", "modernbert", "qwen3")
+USUAL = ("bert", "roberta", "bart", "gpt2", "glm4", "t5", "xlnet", "modernbert", "qwen3")
 
 
 @pytest.fixture(scope="module", params=slow_but(USUAL, OBJECTIVE))
@@ -227,7 +227,7 @@ def test_an_import_of_xlnet_is_proved_with_its_memory(tmp_path, monkeypatch):
     edit(tmp_path / "xlnet", mem_len=30, reuse_len=50)
     import_directory(tmp_path / "xlnet", tmp_path / "run", TREE | OBJECTIVE["xlnet"])
     monkeypatch.setattr(
-        published_proof,
+        published_verify,
         "read_segment",
         lambda model, fields, memory=None, **sizes: read_segment(model, fields, **sizes),
     )

@@ -15,7 +15,12 @@ from tokenizers.pre_tokenizers import ByteLevel
 from data_utils.common.errors import CheckpointError, ConfigError, DataError
 from data_utils.common.settings import build
 from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
-from megatron_lite.hf.files.tokenizer_proof import awkward_texts, load_theirs, prove_exported, tokenizer_proof
+from megatron_lite.hf.common.verify_tokenizer import (
+    awkward_texts,
+    compare_exported,
+    compare_tokenizer,
+    load_theirs,
+)
 from megatron_lite.hf.published.tokenizers import (
     copy_tokenizer_files,
     import_tokenizer,
@@ -109,8 +114,8 @@ def check(system, options, directory, count):
             add_json(directory)
         tokenizer = brought(directory)
         assert differing(tokenizer, directory, texts) == []
-        proof = tokenizer_proof(tokenizer, directory)
-        assert proof.differing == 0 and proof.texts > 400 and proof.spelled < proof.texts / 5
+        found = compare_tokenizer(tokenizer, directory)
+        assert found.differing == 0 and found.texts > 400 and found.spelled < found.texts / 5
 
 
 # Each class of tokenizer once: words, bytes, words of bytes, SentencePiece's two models, and BPE of a rare form.
@@ -263,8 +268,8 @@ def test_spelled_special_tokens_are_the_only_exception(tmp_path):
     cls = theirs.cls_token_id
     assert cls in theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     assert cls not in tokenizer.encode(text)
-    proof = tokenizer_proof(tokenizer, tmp_path / "xlnet", ["the cls of"])
-    assert 0 < proof.spelled < 60 and proof.as_record()["differing"] == 0
+    found = compare_tokenizer(tokenizer, tmp_path / "xlnet", ["the cls of"])
+    assert 0 < found.spelled < 60 and found.differing == 0
 
 
 @pytest.mark.parametrize(
@@ -284,7 +289,7 @@ def test_an_export_of_any_tokenizer_loads_as_the_runs_own(tmp_path, system, file
     write_tokenizer(
         export, tokenizer, ids, tmp_path / "none", system, has_segments=system in ("bert", "xlnet")
     )
-    prove_exported(tokenizer, export)
+    compare_exported(tokenizer, export)
     assert differing(tokenizer, export, mixture(100)) == []
     first, last = ([getattr(tokenizer.special, role) for role in part] for part in (before, after))
     assert theirs_of(export)("the fox")["input_ids"] == [*first, *tokenizer.encode("the fox"), *last]
@@ -302,4 +307,4 @@ def test_an_export_that_no_class_can_read_is_refused(tmp_path):
     with pytest.raises(
         CheckpointError, match=r"^tokenizer\.kind sentencepiece gives other ids .*--no-verify"
     ):
-        prove_exported(tokenizer, export)
+        compare_exported(tokenizer, export)

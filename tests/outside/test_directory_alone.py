@@ -8,18 +8,19 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 from safetensors.torch import load_file, save_file
 from support.system_runs import CASES, TEXTS, Case, answers, logits_of_inputs, wordpiece, write_run
 
 from data_utils.common.errors import CheckpointError
+from megatron_lite.hf.common.verify import compare_outputs
 from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.hf.files.proof import prove
+from megatron_lite.hf.published.format import trained_template
 from megatron_lite.hf.published.heads import transformers_class_name
-from megatron_lite.hf.published.proof import ask
-from megatron_lite.hf.published.runs import trained_template
 from megatron_lite.hf.published.systems import published_system
+from megatron_lite.hf.published.verify import class_checks
 from megatron_lite.inference.open_run import load_run
 
 # fp32, the same sums in another order; times the largest value beyond 1.
@@ -233,7 +234,7 @@ def test_a_system_without_a_class_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_mistake_of_an_export_is_noticed_alone_and_by_the_proof(found, name):
+def test_a_mistake_of_an_export_is_noticed_alone_and_by_the_export(found, name):
     root, cases, *_ = found
     with pytest.raises(AssertionError):
         require_right(*cases[name])
@@ -244,8 +245,8 @@ def test_a_mistake_of_an_export_is_noticed_alone_and_by_the_proof(found, name):
     class_name = transformers_class_name(published_system(run.config.model), run.config.model)
     with pytest.raises((CheckpointError, ValueError), match=r"does not compute|decoder_start_token_id"):
         directory, config = root / reference["directory"], run.config.model
-        prove(
-            lambda dtype: ask(directory, class_name, config, start, dtype),
+        compare_outputs(
+            partial(class_checks, directory, class_name, config, start=start),
             lambda: run.model,
             1e-4,
             "the export",

@@ -82,7 +82,8 @@ def run(installation, command, *arguments):
 
 def test_every_file_is_installed(installation):
     (site,) = installation.glob("lib/python*/site-packages")
-    files = [path.relative_to(ROOT) for path in (*product_files(), *(ROOT / "megatron_lite").rglob("*.html"))]
+    pages = [path for ending in ("html", "css") for path in (ROOT / "megatron_lite").rglob(f"*.{ending}")]
+    files = [path.relative_to(ROOT) for path in (*product_files(), *pages)]
     files += [Path(f"{package}/py.typed") for package in ("data_utils", "megatron_lite")]
     installed = [
         path for path in files if path.parts[:2] not in (("scripts", "quickstart"), ("scripts", "laptop"))

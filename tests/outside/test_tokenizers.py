@@ -10,8 +10,8 @@ from support.published import random_model
 from support.published_files import tensors_once
 from support.published_tokenizers import write_files
 
+from megatron_lite.hf.common.verify_tokenizer import awkward_texts
 from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.hf.files.tokenizer_proof import awkward_texts
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.inference.open_run import open_run
 

@@ -72,7 +72,7 @@ def test_a_tokenizer_that_does_not_know_the_text_is_warned_of(corpus):
     (corpus / "capitals.jsonl").write_text('{"text": "HELLO world"}\n')
     options = ["--input", "capitals.jsonl", "--workers", "1"]
     assert "unknown text" not in run(corpus, *options, "--output", "lower").stdout
-    done = run(corpus, *options, "--output", "cased", "--cased")
+    done = run(corpus, *options, "--output", "cased", "--no-lowercase")
     assert done.returncode == 0, done.stderr
     assert "warning: 33.3 % of the first 3 tokens are the unknown token" in done.stdout
 

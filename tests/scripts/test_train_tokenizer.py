@@ -24,7 +24,7 @@ DOCUMENTS = [
     "the quick answer to the quick question was the longest answer that anyone had ever given to a question",
     "a fox that jumps over another fox is not the fox that the dog had seen jumping over the garden wall",
 ] * 30
-SIZES = {"byte_bpe": 320, "wordpiece": 200, "sentencepiece": 360}
+SIZES = {"hf_json": 320, "bert_wordpiece": 200, "sentencepiece": 360}
 
 
 @pytest.fixture(scope="module")
@@ -63,13 +63,15 @@ def test_same_input_same_bytes_and_the_printed_config_loads(kind, corpus, tmp_pa
     config = yaml.safe_load(result.stdout)["tokenizer"]
     tokenizer = load_tokenizer(TokenizerConfig(**config))
     assert tokenizer.fingerprint in result.stdout and f"# {tokenizer.vocab_size} tokens" in result.stdout
-    assert tokenizer.vocab_size == SIZES[kind] + {"byte_bpe": 0, "wordpiece": 5, "sentencepiece": 11}[kind]
+    assert (
+        tokenizer.vocab_size == SIZES[kind] + {"hf_json": 0, "bert_wordpiece": 5, "sentencepiece": 11}[kind]
+    )
     assert tokenizer.decode(tokenizer.encode("the quick")) == "the quick"
     assert len(tokenizer.encode("the quick")) < 6  # words of the corpus are not spelled letter by letter
 
 
-def test_byte_bpe_has_glm_tokens_first_and_is_lossless(corpus, tmp_path):
-    main(arguments("byte_bpe", corpus, tmp_path / "out"))
+def test_hf_json_has_glm_tokens_first_and_is_lossless(corpus, tmp_path):
+    main(arguments("hf_json", corpus, tmp_path / "out"))
     tokenizer = load_tokenizer(TokenizerConfig(kind="hf_json", path=str(tmp_path / "out")))
     assert [tokenizer.token_to_text(i) for i in range(11)] == list(SPECIAL_NAMES.values())
     for text in DOCUMENTS[:3]:
@@ -77,7 +79,7 @@ def test_byte_bpe_has_glm_tokens_first_and_is_lossless(corpus, tmp_path):
 
 
 def test_cased_wordpiece_keeps_case(corpus, tmp_path, capsys):
-    main([*arguments("wordpiece", corpus, tmp_path / "out"), "--cased"])
+    main([*arguments("bert_wordpiece", corpus, tmp_path / "out"), "--no-lowercase"])
     config = TokenizerConfig(**yaml.safe_load(capsys.readouterr().out)["tokenizer"])
     tokenizer = load_tokenizer(config)
     assert not config.lowercase
@@ -90,7 +92,7 @@ def test_wordpiece_alphabet_leaves_room_for_words(tmp_path):
     main(
         [
             "--kind",
-            "wordpiece",
+            "bert_wordpiece",
             "--input",
             str(tmp_path / "a.txt"),
             "--vocab-size",
@@ -118,7 +120,7 @@ def test_compressed_input_and_bad_records(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     with gzip.open(tmp_path / "b.jsonl.gz", "wt") as file:
         file.write("\n".join([*lines[:5], "{", *lines[5:]]))
-    options = ["--kind", "byte_bpe", "--vocab-size", "320", "--input"]
+    options = ["--kind", "hf_json", "--vocab-size", "320", "--input"]
     main([*options, str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "a")])
     skipping = ["--on-bad-record", "skip", "--output", str(tmp_path / "b")]
     main([*options, str(tmp_path / "b.jsonl.gz"), *skipping])
@@ -157,8 +159,8 @@ def test_bad_input_is_named(kind, name, content, message, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "size", "message"),
     [
-        ("byte_bpe", 266, "too small; 256 bytes and the special tokens need 267"),
-        ("wordpiece", 6, "too small"),
+        ("hf_json", 266, "too small; 256 bytes and the special tokens need 267"),
+        ("bert_wordpiece", 6, "too small"),
         ("sentencepiece", 100, r"too small; the characters of this text need \d+; raise it"),
         ("sentencepiece", 100_000, r"too large for this text; set it to \d+ or less"),
     ],
@@ -172,7 +174,7 @@ def test_impossible_sizes(kind, size, message, corpus, tmp_path):
 
 def test_errors_are_one_line_and_status_2(corpus, tmp_path):
     missing = run_script(
-        ["--kind", "byte_bpe", "--input", "none*", "--vocab-size", "300", "--output", str(tmp_path)]
+        ["--kind", "hf_json", "--input", "none*", "--vocab-size", "300", "--output", str(tmp_path)]
     )
     assert missing.returncode == 2
     assert missing.stderr == (
@@ -185,7 +187,7 @@ def test_sizes_that_no_library_should_meet(size, corpus, tmp_path):
     with pytest.raises(ConfigError, match=f"--vocab-size is {size}; it must be in 1 to"):
         main(
             [
-                *arguments("byte_bpe", corpus, tmp_path / "out")[:-4],
+                *arguments("hf_json", corpus, tmp_path / "out")[:-4],
                 "--vocab-size",
                 str(size),
                 "--output",
@@ -197,7 +199,7 @@ def test_sizes_that_no_library_should_meet(size, corpus, tmp_path):
 def test_an_output_that_cannot_be_is_refused_before_reading(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "a.jsonl").write_text("not JSON")
-    args = ["--kind", "byte_bpe", "--vocab-size", "300", "--input", str(tmp_path / "a.jsonl"), "--output"]
+    args = ["--kind", "hf_json", "--vocab-size", "300", "--input", str(tmp_path / "a.jsonl"), "--output"]
     with pytest.raises(DataError, match="file is not a writable directory; choose another --output"):
         main([*args, str(tmp_path / "file")])
 
@@ -205,7 +207,7 @@ def test_an_output_that_cannot_be_is_refused_before_reading(tmp_path):
 def test_an_existing_tokenizer_is_not_overwritten(corpus, tmp_path):
     (tmp_path / "tokenizer.json").write_text("precious")
     with pytest.raises(DataError, match=r"tokenizer\.json exists"):
-        main(arguments("byte_bpe", corpus, tmp_path))
+        main(arguments("hf_json", corpus, tmp_path))
     assert (tmp_path / "tokenizer.json").read_text() == "precious"
 
 
@@ -220,7 +222,7 @@ def test_memory_that_runs_out_is_one_error(corpus, tmp_path, monkeypatch, kind):
         main(arguments(kind, corpus, tmp_path))
 
 
-@pytest.mark.parametrize("kind", ["byte_bpe", "wordpiece"])
+@pytest.mark.parametrize("kind", ["hf_json", "bert_wordpiece"])
 def test_a_vocabulary_smaller_than_asked_for_is_reported(kind, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("hello world again world")
     args = ["--kind", kind, "--input", str(tmp_path / "a.txt"), "--vocab-size", "32000", "--output"]
@@ -229,11 +231,11 @@ def test_a_vocabulary_smaller_than_asked_for_is_reported(kind, tmp_path, capsys)
     made = next((tmp_path / "out").iterdir())
     count = (
         len(json.loads(made.read_text())["model"]["vocab"])
-        if kind == "byte_bpe"
+        if kind == "hf_json"
         else len(made.read_text().split())
     )
     assert warning.startswith(f"warning: the vocabulary has {count:,} tokens instead of --vocab-size 32,000")
-    if kind == "byte_bpe":  # of a smaller WordPiece vocabulary characters are only a half
+    if kind == "hf_json":  # of a smaller WordPiece vocabulary characters are only a half
         main([*args[:4], "--vocab-size", str(count), "--output", str(tmp_path / "as asked")])
         assert capsys.readouterr().err == ""
 
@@ -241,5 +243,5 @@ def test_a_vocabulary_smaller_than_asked_for_is_reported(kind, tmp_path, capsys)
 @pytest.mark.parametrize("name", ["tokenizer.json", "vocab.txt", "a.model"])
 def test_an_output_with_the_name_of_a_file_is_refused(corpus, tmp_path, name):
     with pytest.raises(ConfigError, match=rf"{name} must be a directory, in which tokenizer\.json"):
-        main(arguments("byte_bpe", corpus, tmp_path / name))
+        main(arguments("hf_json", corpus, tmp_path / name))
     assert not (tmp_path / name).exists()

@@ -23,9 +23,9 @@ from data_utils.common.batch_fields import (
 )
 from data_utils.objectives import LOSSES
 from megatron_lite.hf.glm.configuration_glm import GLMConfig
-from megatron_lite.hf.glm.proof import class_inputs
-from megatron_lite.hf.published.proof import encoder_decoder_inputs, pad_texts, scatter_targets
+from megatron_lite.hf.glm.verify import class_inputs
 from megatron_lite.hf.published.systems import PUBLISHED
+from megatron_lite.hf.published.verify_inputs import encoder_decoder_inputs, pad_texts, scatter_targets
 from megatron_lite.transformer.attention_backends.layout import allowed
 from support.published import xlnet_logits
 

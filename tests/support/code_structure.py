@@ -39,7 +39,7 @@ PACKAGES = (
     "megatron_lite.report",
     "megatron_lite.estimate",
     "megatron_lite.inference",
-    "megatron_lite.hf.files",
+    "megatron_lite.hf.common",
     "megatron_lite.hf.published",
     "megatron_lite.hf.glm",
     "megatron_lite.hf",

@@ -254,7 +254,7 @@ def runs() -> Iterator[tuple[str, Callable[[Path], Path]]]:
         yield f"glm/rotary-{kind}", partial(_glm, block_positions=kind, **ROTARY)
     yield "glm/modern", partial(_glm, **MODERN)
     yield "glm/local", partial(_glm, **LOCAL)
-    yield "glm/classes", partial(_glm, task_head="classes", task_classes=3)
+    yield "glm/classes", partial(_glm, task_head={"type": "classes", "classes": 3})
     yield "glm/sentencepiece", lambda directory: _glm(directory, _sentencepiece(directory / "own"))
     yield "glm/bytes", lambda directory: _glm(directory, _byte_bpe(directory / "own"))
 

@@ -9,8 +9,8 @@ import torch
 from data_utils.common.settings import build, merge
 from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.config.tree import Config
-from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
-from megatron_lite.hf.files.weights import Weights
+from megatron_lite.hf.common.imported_run import write_training_checkpoint
+from megatron_lite.hf.common.weights import Weights
 from megatron_lite.transformer.flops import parameter_shapes
 from megatron_lite.transformer.init import initialize_parameters
 from megatron_lite.transformer.transformer import Transformer

@@ -101,7 +101,7 @@ def write_task(directory: Path, name: str, train: int = 512, **task: Any) -> tup
         "model": {
             "system": "bert", "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "max_position": 31,
             "init_std": 0.1, "embedding_dropout": 0.0, "attention_dropout": 0.0, "output_dropout": 0.0,
-            "task_dropout": 0.0,
+            "task_head": {"dropout": 0.0},
         },
         "tokenizer": {"kind": "bert_wordpiece", "path": str(directory / "vocab.txt"), "added_tokens": "none"},
         "data": {"sequence_length": 28}, "objectives": {"masked_lm": 1},

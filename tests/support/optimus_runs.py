@@ -13,8 +13,8 @@ from data_utils.objectives import LOSS_NAMES
 from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.checkpoint.manifest import checkpoint_name
 from megatron_lite.config.tree import Config
-from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
-from megatron_lite.hf.files.weights import Weights
+from megatron_lite.hf.common.imported_run import write_training_checkpoint
+from megatron_lite.hf.common.weights import Weights
 from megatron_lite.transformer.build import build_model, model_spec
 from support.latent import SIZES
 from support.tokenizer_files import BYTE_SYMBOLS, bert_vocab, write_gpt2

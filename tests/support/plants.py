@@ -407,7 +407,7 @@ ROWS = (
     ),
     Plant(
         "ids of RoBERTa's positions one too small in an export",
-        "megatron_lite/hf/files/system_table.py",
+        "megatron_lite/hf/common/system_table.py",
         "return replace(self, skipped_positions=pad_token_id + 1)",
         "return replace(self, skipped_positions=pad_token_id)",
         ("tests/outside/test_directory_alone.py::test_a_directory_alone_computes_what_was_trained",),
@@ -569,7 +569,7 @@ LORA = (
     ),
     Plant(
         "an export merges LoRA's updates without their scale",
-        "megatron_lite/hf/files/lora.py",
+        "megatron_lite/hf/common/lora.py",
         "return weight + (product.T if module.is_transposed else product) * settings.scale",
         "return weight + (product.T if module.is_transposed else product)",
         (UPDATE,),

@@ -64,7 +64,7 @@ def hostile_run(parent: Path) -> Path:
     records = [
         {"kind": "start", "step": 0, **dict.fromkeys(("time", "restarts", "layout", "device", "program"), HOSTILE)},
         *(train(step, **{f"loss/{HOSTILE}": 1.0, "consumed_tokens": HOSTILE}) for step in (1, 2)),
-        {"kind": "event", "step": 2, "time": 1e300, "event": HOSTILE},
+        {"kind": "event", "step": 2, "time": 1e300, "event": f"{HOSTILE}\0"},
         {"kind": "fillings", "step": 2, "fillings": [{"text": HOSTILE, "originals": [HOSTILE], "answers": [SCRIPT]}]},
         {"kind": "fillings", "step": 2, "fillings": [3, {"text": 3}, {"text": "no lists", "originals": 1}]},
         {"kind": "fillings", "step": 3, "fillings": {"text": 5}},

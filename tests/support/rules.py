@@ -702,27 +702,33 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         ("deepspeed.fp16 is True; it must be a section", "write its keys"),
     ),
     "deepspeed refused": (
-        over("deepspeed.bf16.check_grad_overflow=false"),
-        ("deepspeed.bf16.check_grad_overflow is False", "remove it"),
+        over("deepspeed.bf16.bf16_optimizer_states=true"),
+        ("deepspeed.bf16.bf16_optimizer_states is True", "remove it"),
     ),
     "warm-up of DeepSpeed's schedules": (
         over("schedule.warmup_kind=log"),
         ("warmup_kind is log", "deepspeed_linear"),
     ),
-    "head without classes": (over(TASK, "model.task_head=tags"), ("task_classes is 0", "2 or more")),
-    "classes without head": (over(TASK, "model.task_classes=3"), ("task_classes is 3", "set it to 0")),
+    "head without classes": (
+        over(TASK, "model.task_head.type=tags"),
+        ("task_head.classes is 0", "2 or more"),
+    ),
+    "classes without head": (
+        over(TASK, "model.task_head.classes=3"),
+        ("task_head.classes is 3", "set it to 0"),
+    ),
     "task head of an encoder": (
-        over("model.task_head=spans", "model.decoder_layers=2", TASK),
+        over("model.task_head.type=spans", "model.decoder_layers=2", TASK),
         (
-            "model.task_head is spans",
+            "model.task_head.type is spans",
             "model.decoder_layers (2)",
         ),
     ),
     "head without task": (
-        over("model.task_head=spans"),
+        over("model.task_head.type=spans"),
         (
             (
-                "task_head is spans",
+                "task_head.type is spans",
                 "to none",
             )
         ),
@@ -795,38 +801,42 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         ("['cross_attention.query']", "pipeline_parallel_size 2", "add a target"),
     ),
     "head alone": (over("finetune.lm_weight=0.2", "finetune.trained=head"), ("lm_weight is 0.2", "to 0")),
+    "heads without tasks": (
+        over("model.task_head.heads=['a:values:0']"),
+        ("model.task_head.heads is", "remove it"),
+    ),
     "pool without head": (
-        over("model.task_pool=concat"),
+        over("model.task_head.pool=concat"),
         (
             (
-                "task_pool is concat",
-                "model.task_head is none",
+                "task_head.pool is concat",
+                "the run has no task",
                 "to token",
             )
         ),
     ),
     "pooler": (
-        over("model.task_pool=concat", "model.task_pooler=true"),
+        over("model.task_head.pool=concat", "model.task_head.pooler=true"),
         (
-            "task_pool is concat",
-            "remove task_pooler",
+            "task_head.pool is concat",
+            "remove pooler",
         ),
     ),
     "transform": (
-        over("model.task_pooler_kind=transform"),
+        over("model.task_head.pooler_kind=transform"),
         (
             (
-                "task_pooler_kind is transform",
+                "task_head.pooler_kind is transform",
                 "to tanh or gelu",
             )
         ),
     ),
     "mix without head": (
-        over("model.task_mix=true"),
+        over("model.task_head.mix=true"),
         (
             (
-                "task_mix is true",
-                "model.task_head is none",
+                "task_head.mix is true",
+                "the run has no task",
                 "false",
             )
         ),

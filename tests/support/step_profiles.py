@@ -32,10 +32,10 @@ WHOLE = ("data.short_prob=0",)  # the traced micro-batches are near the mean
 TASK = "task={name: one, kind: cloze, reader: jsonl}"
 TASKS = {
     "choices": (),
-    "classes": ("model.task_head=classes", "model.task_classes=3"),
-    "values": ("model.task_head=values",),
-    "tags": ("model.task_head=tags", "model.task_classes=3"),
-    "spans": ("model.task_head=spans",),
+    "classes": ("model.task_head.type=classes", "model.task_head.classes=3"),
+    "values": ("model.task_head.type=values",),
+    "tags": ("model.task_head.type=tags", "model.task_head.classes=3"),
+    "spans": ("model.task_head.type=spans",),
 }
 
 SP = (TP, "parallel.sequence_parallel=true")

@@ -8,12 +8,11 @@ share it and differ by `seed`.
     xor              cloze, classification   red, blue, both or none: yes for exactly one
     word_pair        cloze, classification   two texts with the same key: yes if its neighbours are of one cluster
     choice           cloze                   a key and several answers; the right one is the key's, but for noise
-    unequal_choice   cloze, language model   a key and two answers, one word or several, the short one with chance share
+    unequal_choice   cloze                   a key and two answers, one word or several, the short one with chance share
     copy, reverse, sort   seq2seq            words; each of the target's is another one with probability noise
     span             spans                   the answer stands between open and close
     tags             tagging                 an entity's type follows from the word before, and is swapped by noise
     periodic         blanks                  a few words over and over
-    markov           language model          a chain of words with known transitions
 """
 
 from __future__ import annotations
@@ -200,37 +199,7 @@ def _best_periodic(values: Values) -> dict[str, float]:
     return {"word_accuracy": 1 - lost * (1 - 1 / len(WORDS))}
 
 
-def _draw_markov(rng: np.random.Generator, values: Values) -> Drawn:
-    matrix, start = markov_chain(values["states"], values["world"])
-    state, states = int(rng.choice(len(start), p=start)), []
-    steps = matrix.cumsum(axis=1)
-    for chance in np.asarray(rng.random(values["length"])):
-        states.append(state)
-        state = min(int(np.searchsorted(steps[state], chance, side="right")), len(start) - 1)
-    return {"text": " ".join(WORDS[state] for state in states)}, None
-
-
-@lru_cache(maxsize=16)
-def markov_chain(states: int, world: int) -> tuple[np.ndarray, np.ndarray]:
-    """Transitions [states, states] of the words w0, w1, ..., rows summing to 1, and the stationary distribution.
-
-    Texts begin with the stationary distribution.
-    """
-    matrix = generator(world, "world", "markov").exponential(size=(states, states)) ** 2 + 0.01
-    matrix /= matrix.sum(axis=1, keepdims=True)
-    equations = np.vstack([matrix.T - np.eye(states), np.ones(states)])
-    stationary = np.linalg.lstsq(equations, np.array([*[0.0] * states, 1.0]), rcond=None)[0]
-    return matrix, stationary / stationary.sum()
-
-
-def _best_markov(values: Values) -> dict[str, float]:
-    """exp of the entropy rate, for each word but the first: sum over i of pi_i sum over j of -P_ij ln P_ij."""
-    matrix, stationary = markov_chain(values["states"], values["world"])
-    return {"token_perplexity": math.exp(-float(stationary @ (matrix * np.log(matrix)).sum(axis=1)))}
-
-
 _CLASSES = ("cloze", "classification")
-_LANGUAGE = "language_modelling"
 _WORLD = {"world": (0, 0, 2**31)}
 _LENGTH = {"length": (8, 2, 256)}
 _NOISE = (0.1, 0.0, 0.49)
@@ -242,13 +211,13 @@ MORE: dict[str, SyntheticTask] = {
     "xor": SyntheticTask(_CLASSES, _LENGTH, _draw_xor, _best_xor, NO_YES),
     "word_pair": SyntheticTask(_CLASSES, _WORLD, _draw_word_pair, best_all, NO_YES),
     "choice": SyntheticTask(
-        ("cloze", _LANGUAGE),
+        ("cloze",),
         {"keys": (8, 2, len(KEYS)), "choices": (4, 2, len(KEYS)), "noise": _NOISE, **_WORLD},
         _draw_choice,
         _best_but_noise,
     ),
     "unequal_choice": SyntheticTask(
-        ("cloze", _LANGUAGE),
+        ("cloze",),
         {"keys": (8, 1, len(KEYS)), "share": (0.6, 0.01, 0.99), "length": (3, 2, 16), **_WORLD},
         _draw_unequal_choice,
         _best_unequal_choice,
@@ -267,12 +236,6 @@ MORE: dict[str, SyntheticTask] = {
         {"period": (4, 1, 32), "length": (24, 1, 256), "ratio": (0.1, 0.0, 1.0)},
         _draw_periodic,
         _best_periodic,
-    ),
-    "markov": SyntheticTask(
-        (_LANGUAGE,),
-        {"states": (8, 2, len(WORDS)), "length": (64, 2, 4096), **_WORLD},
-        _draw_markov,
-        _best_markov,
     ),
 }
 TASKS.update(MORE)

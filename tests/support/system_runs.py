@@ -27,9 +27,9 @@ from data_utils.tokenizers.vocabulary import vocabulary_of
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.model import BLOCK_POSITIONS
 from megatron_lite.config.tree import Config
-from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
-from megatron_lite.hf.files.weights import Weights
-from megatron_lite.hf.published.proof import our_output, texts_to_batch
+from megatron_lite.hf.common.imported_run import write_training_checkpoint
+from megatron_lite.hf.common.weights import Weights
+from megatron_lite.hf.published.verify_inputs import our_output, texts_to_batch
 from megatron_lite.inference.decoders import make_decoder
 from megatron_lite.inference.filling import BlankFiller, blank_context
 from megatron_lite.inference.open_run import Run, load_run

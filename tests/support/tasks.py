@@ -46,7 +46,7 @@ def write_task(directory: Path, train: int = 64, **task: Any) -> tuple[str, str]
     model = {
         "model": {
             "num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "max_position": 48, "init_std": 0.1,
-            "embedding_dropout": 0.0, "attention_dropout": 0.0, "output_dropout": 0.0, "task_dropout": 0.0,
+            "embedding_dropout": 0.0, "attention_dropout": 0.0, "output_dropout": 0.0, "task_head": {"dropout": 0.0},
         },
         "tokenizer": {"kind": "bert_wordpiece", "path": str(write_vocabulary(directory))},
         "data": {"sequence_length": 32},

@@ -71,7 +71,6 @@ JSONL = {
                    "entities": [[12, 16, "Q220", 0.9]]},
     "tacred": {"text": "the man in Rome runs", "head": [4, 7], "tail": [11, 15], "label": "no_relation"},
 }  # fmt: skip
-TEXTS = {"wikitext103": "rain falls @-@ in\nthe city\n", "lambada": '{"text": "rain falls in the city"}\n'}
 
 
 def write(files, task: TaskConfig) -> str:
@@ -91,10 +90,8 @@ def write(files, task: TaskConfig) -> str:
     if task.kind == "blanks":
         files.write("test.txt", "rain falls in the city\n")
         return str(files.write("blank/test.maskratio0.1.blank", "rain <blank> the city\n"))
-    content = (
-        GLUE[name] if task.reader == "glue" else TEXTS.get(name, "Rome NNP I-NP I-LOC\nfalls VB I-VP O\n")
-    )
-    return str(files.write("lambada.jsonl" if name == "lambada" else "a.txt", content))
+    content = GLUE[name] if task.reader == "glue" else "Rome NNP I-NP I-LOC\nfalls VB I-VP O\n"
+    return str(files.write("a.txt", content))
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -180,7 +177,7 @@ READERS = ("jsonl", "superglue", "glue", "squad", "conll", "pairs", "text")
 @pytest.mark.parametrize("reader", READERS)
 def test_only_regular_files_with_lines_of_bounded_size_are_read(reader, files, monkeypatch):
     """Nothing waits for the other end of a FIFO or reads a device to its end."""
-    kind = {"squad": "spans", "conll": "tagging", "pairs": "seq2seq", "text": "lambada"}.get(reader, "cloze")
+    kind = {"squad": "spans", "conll": "tagging", "pairs": "seq2seq", "text": "blanks"}.get(reader, "cloze")
     task = TaskConfig(name="rte", kind=kind, reader=reader, labels=("a", "b"))
     os.mkfifo(files.folder / "a.source")
     (files.folder / "a.target").symlink_to("/dev/zero")
@@ -217,4 +214,4 @@ def test_a_damaged_file_is_read_or_refused_in_one_line(name, files, caplog):
         except UserError as error:
             refused += 1
             assert "\n" not in str(error) and str(error).endswith(".")
-    assert refused or name == "wikitext103"
+    assert refused

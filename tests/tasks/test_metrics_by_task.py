@@ -1,14 +1,12 @@
-import math
-
 import pytest
 
 from data_utils.common.errors import ConfigError
-from data_utils.tasks.config import PERPLEXITIES, TaskConfig
+from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.metrics.metrics import require_metrics
 from data_utils.tasks.metrics.metrics_by_task import (
     METRICS_BY_KIND,
     METRICS_BY_TASK,
-    perplexities,
+    Metrics,
     plain_name,
     task_metrics,
 )
@@ -21,7 +19,7 @@ def task(name="mine", kind="cloze", **more):
 def test_tables_hold_known_names_only():
     assert all(plain_name(name) == name for name in METRICS_BY_TASK)
     for metrics in [*METRICS_BY_TASK.values(), *METRICS_BY_KIND.values()]:
-        require_metrics(set(metrics.names) - set(PERPLEXITIES))
+        require_metrics(metrics.names)
         assert set(metrics.compared) <= set(metrics.names)
 
 
@@ -32,23 +30,10 @@ def test_a_task_has_what_is_said_then_its_own_then_its_kinds():
     assert task_metrics(task("CoLA", metrics=("accuracy", "f1"))).names == ("accuracy", "f1")
     with pytest.raises(ConfigError, match="unknown metric 'matthew'; the nearest is matthews"):
         task_metrics(task(metrics=("matthew",)))
-    both = ("accuracy", "word_perplexity")  # their mean would be the perplexity alone
-    assert task_metrics(task(kind="lambada", metrics=both)).compared == ("accuracy",)
 
 
 def test_the_higher_score_is_the_better_one():
     squad = task_metrics(task("SQuAD", "spans"))
     assert squad.score({"answer_em": 0.1, "answer_f1": 0.7}) == 0.7
     assert task_metrics(task("cb")).score({"accuracy": 0.8, "macro_f1": 0.6}) == pytest.approx(0.7)
-    measured = dict.fromkeys(PERPLEXITIES, 30.0)
-    assert task_metrics(task(kind="language_modelling")).score(measured) == -30.0
-    assert task_metrics(task(kind="lambada")).score({"accuracy": 0.6, "word_perplexity": 9.0}) == 0.6
-
-
-def test_perplexities_of_uniform_bytes():
-    """Ten words of four bytes, each byte a token of probability 1/256."""
-    found = perplexities(40 * math.log(256), tokens=40, words=10, size=40)
-    assert found == pytest.approx(
-        {"token_perplexity": 256.0, "word_perplexity": 256.0**4, "bits_per_byte": 8.0}
-    )
-    assert perplexities(1e9, 1, 1, 1)["token_perplexity"] < math.inf
+    assert Metrics(("loss",)).score({"loss": 30.0}) == -30.0

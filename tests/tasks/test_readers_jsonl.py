@@ -150,12 +150,7 @@ def test_spans_and_tags(files):
 
 
 def test_texts(files):
-    assert files.read(jsonl("language_modelling"), [{"text": "a b"}])[0].label is None
-    assert files.read(jsonl("lambada"), [{"text": "one two three"}])[0].label == "three"
     assert files.read(jsonl("blanks"), [{"text": "a b"}])[0].label == "a b"
-    files.refused(
-        jsonl("lambada"), [{"text": "one"}], "train.txt:1: the text 'one' has 1 words; lambada needs"
-    )
     files.refused(jsonl("blanks"), [{"text": " "}], "the text is empty")
 
 

@@ -1,4 +1,4 @@
-"""Documents in lines, Wikitext, and lines with blanks."""
+"""Documents in lines, and lines with blanks."""
 
 import random
 
@@ -6,44 +6,19 @@ import pytest
 from support.labelled_files import task
 
 from data_utils.tasks.readers.files import BadLine
-from data_utils.tasks.readers.texts import fillings, wikitext_detokenized
+from data_utils.tasks.readers.texts import fillings
 
 BLANKS = task("text", "yahoo_blanks", "blanks")
 
 
 def test_documents_in_lines(files):
-    config = task("text", "mine", "language_modelling")
-    records = files.read(config, "one \n\ntwo\u2028three\n")
-    assert [(record.fields, record.label) for record in records] == [
-        ({"text": "one "}, None),
-        ({"text": "two\u2028three"}, None),
-    ]
-    files.refused(config, b"one\n\xe9\n", "train.txt:2: invalid UTF-8: byte 0xe9")
-
-
-def test_lambada(files):
-    config = task("text", "lambada", "lambada")
-    for content, name in (([{"text": "he saw a dog"}], "test.jsonl"), ("he saw a dog\n", "test.txt")):
-        (record,) = files.read(config, content, name)
-        assert (record.fields, record.label) == ({"text": "he saw a dog"}, "dog")
-    files.refused(config, [{"txt": "a b"}], "test.jsonl:1: there is no field 'text'", name="test.jsonl")
-
-
-def test_wikitext(files):
-    """Each rule of the detokenizer; the words are the file's, ends of lines counted."""
-    text = (
-        ' = A Game = \n \n It cost 1 @,@ 000 @.@ 5 , a well @-@ known ( small ) sum ; it \'s " good " . \n'
-        " = = B = = \n the boys ' : [ x ] 5 \u00b0 C ! \n"
-    )
-    plain = (
-        ' = A Game =\n\nIt cost 1,000.5, a well-known (small) sum; it\'s "good".\n'
-        "== B ==\nthe boys': [x] 5\u00b0C!\n"
-    )
-    assert wikitext_detokenized(text) == plain
-    (record,) = files.read(task("text", "WikiText-103", "language_modelling"), text, "wiki.test.tokens")
-    assert record.fields["text"] == plain
-    assert record.fields["word_count"] == len(text.strip().split(" ")) == 47
-    files.refused(task("text", "wikitext2", "language_modelling"), b"a\n\xff\n", "train.txt:2: invalid UTF-8")
+    records = files.read(BLANKS, "one \n\ntwo\u2028three\n")
+    assert [record.fields["text"] for record in records] == ["one ", "two\u2028three"]
+    assert all(record.label == record.fields["text"] for record in records)
+    (record,) = files.read(BLANKS, [{"text": "he saw a dog"}], "test.jsonl")
+    assert record.fields == {"text": "he saw a dog"}
+    files.refused(BLANKS, b"one\n\xe9\n", "train.txt:2: invalid UTF-8: byte 0xe9")
+    files.refused(BLANKS, [{"txt": "a b"}], "test.jsonl:1: there is no field 'text'", name="test.jsonl")
 
 
 def test_lines_with_blanks(files):

@@ -145,9 +145,8 @@ SYNTHETIC = {
     "copy": "seq2seq",
     "span": "spans",
     "tags": "tagging",
-    "recall": "lambada",
+    "recall": "seq2seq",
     "periodic": "blanks",
-    "markov": "language_modelling",
 }
 assert SYNTHETIC.keys() - MORE.keys() == {"noisy_votes", "recall"}
 

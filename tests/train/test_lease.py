@@ -1,5 +1,6 @@
 """One start at a time holds a run's directory: on one machine, on several, with file locks and without."""
 
+import fcntl
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -58,7 +60,6 @@ def elsewhere(monkeypatch):
     monkeypatch.setattr(lease, "_boot_id", lambda: "another kernel")
     monkeypatch.setattr(lease, "_lock", lambda descriptor: None)
     monkeypatch.setattr(lease, "STALE_SECONDS", HANG_SECONDS)  # a living holder is seen by its next renewal
-    monkeypatch.setattr(lease, "SETTLE_SECONDS", 0.1)
 
 
 def test_a_second_start_is_refused_in_one_line_and_changes_nothing(settings, tmp_path):
@@ -124,48 +125,44 @@ def test_a_lease_that_is_released_while_it_is_watched_is_free(tmp_path, elsewher
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("job, attempt, at_once", [("77", "1", True), ("77", "0", False), ("78", "1", False)])
-def test_a_job_that_was_queued_again_need_not_wait(tmp_path, elsewhere, monkeypatch, job, attempt, at_once):
-    with holder(tmp_path, SLURM_JOB_ID="77", SLURM_RESTART_COUNT="0"):
-        monkeypatch.setenv("SLURM_JOB_ID", job)
-        monkeypatch.setenv("SLURM_RESTART_COUNT", attempt)
-        if at_once:
-            acquire(tmp_path, "trains").release()
-        else:
-            with pytest.raises(LeaseError):
-                acquire(tmp_path, "trains")
-
-
-def test_two_machines_that_take_over_at_once_do_not_both_hold_it(tmp_path, elsewhere, monkeypatch):
+def test_of_two_machines_that_take_over_at_once_one_goes_on(tmp_path, elsewhere, monkeypatch):
+    """Without common locks both find the holder dead: the one whose record is overwritten ends."""
     with holder(tmp_path):
         pass
     monkeypatch.setattr(lease, "STALE_SECONDS", 0.2)
-    monkeypatch.setattr(
-        lease, "SETTLE_SECONDS", 2.0
-    )  # longer than a busy machine keeps one of the threads waiting
-    got = []
-    both = threading.Barrier(2)
-    watch = lease._is_dead
-
-    def decide(*arguments):
-        dead = watch(*arguments)
-        both.wait(HANG_SECONDS)
-        return dead
-
-    monkeypatch.setattr(lease, "_is_dead", decide)
-
-    def take():
-        try:
-            got.append(acquire(tmp_path, "trains"))
-        except LeaseError as error:
-            got.append(error)
-
-    threads = [threading.Thread(target=take) for _ in range(2)]
+    monkeypatch.setattr(lease, "RENEW_SECONDS", 0.0)
+    taken, both, write = [], threading.Barrier(2), lease._write
+    monkeypatch.setattr(lease, "_write", lambda *arguments: (both.wait(HANG_SECONDS), write(*arguments)))
+    threads = [threading.Thread(target=lambda: taken.append(acquire(tmp_path, "trains"))) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(HANG_SECONDS)
-    assert sorted(isinstance(found, LeaseError) for found in got) == [False, True]
+    assert sorted(each.lost_to() is None for each in taken) == [False, True]
+
+
+def test_a_start_between_making_the_file_and_locking_it_is_no_dead_one(tmp_path, monkeypatch, caplog):
+    """Another start gets the lock first, but it gives it back while it watches, and then sees the record."""
+    refused = []
+
+    def look():
+        with pytest.raises(LeaseError) as caught:
+            acquire(tmp_path, "trains")
+        refused.append(caught.value)
+
+    def wait_until_another_watches(descriptor, operation):
+        monkeypatch.setattr(lease, "fcntl", fcntl)
+        other.start()
+        wait_until(lambda: "waiting up to" in caplog.text)
+        fcntl.flock(descriptor, operation)
+
+    other = threading.Thread(target=look)
+    monkeypatch.setattr(
+        lease, "fcntl", SimpleNamespace(flock=wait_until_another_watches, LOCK_EX=fcntl.LOCK_EX)
+    )
+    with held(tmp_path, "trains"):
+        other.join(HANG_SECONDS)
+    assert "is in use: " in str(refused[0])
 
 
 def test_a_damaged_lease_is_waited_for(tmp_path, elsewhere, monkeypatch):
@@ -206,7 +203,7 @@ time.sleep(60)
 
 def test_a_run_whose_lease_was_taken_over_ends(tmp_path):
     """As one would that was stopped for minutes, and then goes on."""
-    other = lease.Holder("token", "trains", "node7", 1, "now", "", 0, "", False)
+    other = lease.Holder("token", "trains", "node7", 1, "now", "", "")
     command = [sys.executable, "-c", TAKEN, str(tmp_path), json.dumps(other.__dict__)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == ExitStatus.USER_ERROR

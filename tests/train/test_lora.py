@@ -125,7 +125,7 @@ def test_a_task_head_counts_as_trained():
         "vocab_size": 128,
         "max_position": 8,
     }
-    head = {"task_head": "classes", "task_classes": 3}
+    head = {"task_head": {"type": "classes", "classes": 3}}
     for more, outputs in (({}, 0), (head, 3)):
         model = build(ModelConfig, {**sizes, **more, "lora": {"rank": 2}})
         assert trained_count(model) == 2 * (32 + 96 + 32 + 32 + 2 * (32 + 128)) + outputs * (32 + 1)

@@ -59,13 +59,14 @@ def test_at_the_base_width_nothing_changes(kind):
 
 
 HEADS = {
-    "vocab_size": 50, "head_transform": True, "sentence_classes": 2, "task_head": "classes", "task_classes": 3,
-    "task_pooler": True, "span_boundary_places": 4, "tie_word_embeddings": False, "init": "plain",
+    "vocab_size": 50, "head_transform": True, "sentence_classes": 2,
+    "task_head": {"type": "classes", "classes": 3, "pooler": True}, "span_boundary_places": 4,
+    "tie_word_embeddings": False, "init": "plain",
 }  # fmt: skip
 
 
 def test_which_initial_values_follow_the_width():
-    config = ModelConfig(num_layers=2, hidden_size=128, num_attention_heads=2, **HEADS)
+    config = build(ModelConfig, {**dict(num_layers=2, hidden_size=128, num_attention_heads=2), **HEADS})
     narrow = dataclasses.replace(config, mup=MupConfig(base_hidden_size=8))
     models = Transformer(config), Transformer(narrow)
     for model in models:
@@ -99,7 +100,7 @@ def test_what_is_between_two_widths(name, found):
 
 def test_logits_and_scores_are_scaled():
     """With the weights of a model without muP: as its logits over m, and its scores by the width of a head."""
-    config = ModelConfig(num_layers=1, hidden_size=32, num_attention_heads=2, **HEADS)
+    config = build(ModelConfig, {**dict(num_layers=1, hidden_size=32, num_attention_heads=2), **HEADS})
     scaled = dataclasses.replace(config, mup=MupConfig(base_hidden_size=8, base_head_size=4))
     usual, model = Transformer(config), Transformer(scaled)
     initialize_parameters(usual.named_parameters(), dataclasses.replace(config, init_std=0.5), 1)

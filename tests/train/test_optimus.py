@@ -17,8 +17,8 @@ from megatron_lite.checkpoint.verify import find_manifest
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.plain import PlainEngine, make_engine
-from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
-from megatron_lite.hf.files.weights import Weights
+from megatron_lite.hf.common.imported_run import write_training_checkpoint
+from megatron_lite.hf.common.weights import Weights
 from megatron_lite.train.resume import check_beginning, load_beginning
 from megatron_lite.train.trainer import Trainer
 from megatron_lite.transformer.flops import parameter_shapes

@@ -11,8 +11,8 @@ from data_utils.common.settings import build
 from megatron_lite.config.lora import LoraConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.sections import ParallelConfig
-from megatron_lite.hf.files.lora import ClassModule, merged
-from megatron_lite.hf.files.weights import Weights
+from megatron_lite.hf.common.lora import ClassModule, merged
+from megatron_lite.hf.common.weights import Weights
 from megatron_lite.transformer.init import initialize_parameters
 from megatron_lite.transformer.kernels.dropout import Dropout, LayerDropout, salts, token_keys
 from megatron_lite.transformer.tensor_parallel import TensorParallel

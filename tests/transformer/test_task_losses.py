@@ -8,7 +8,7 @@ from support.distributed import run_ranks
 from support.task_batches import CLASSES, VOCAB, sample, task_batch
 
 from data_utils.common.batch_fields import Example
-from data_utils.common.settings import build
+from data_utils.common.settings import build, merge
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
@@ -25,18 +25,19 @@ HEADS = ("choices", "classes", "values", "tags", "spans")
 LOSSES = ("cross_entropy", "hinge", "generative", "mix")
 SIZES = {
     "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": VOCAB, "max_position": 40,
-    "embedding_dropout": 0.0, "attention_dropout": 0.0, "output_dropout": 0.0, "task_dropout": 0.0,
+    "embedding_dropout": 0.0, "attention_dropout": 0.0, "output_dropout": 0.0, "task_head": {"dropout": 0.0},
 }  # fmt: skip
 
 
 def head_options(head: str) -> dict:
     if head == "choices":
         return {}
-    return {"task_head": head, "task_classes": CLASSES if head in ("classes", "tags") else 0}
+    return {"task_head": {"type": head, "classes": CLASSES if head in ("classes", "tags") else 0}}
 
 
-def make_model(head: str, **options) -> Transformer:
-    model = Transformer(ModelConfig(**SIZES, **head_options(head), **options), num_losses=4)
+def make_model(head: str, options: dict) -> Transformer:
+    config = build(ModelConfig, merge(merge(SIZES, head_options(head)), options))
+    model = Transformer(config, num_losses=4)
     initialize_parameters(model.named_parameters(), model.config, 3)
     with torch.no_grad():
         for parameter in model.parameters():  # larger than initial weights: losses and gradients that differ
@@ -76,7 +77,7 @@ def expected_loss(model: Transformer, head: str, loss: str, number: int) -> torc
         }[loss]
     (part,) = made.target_groups
     rows = hidden[0][part.positions]
-    kind = model.config.task_pooler_kind
+    kind = model.config.task_head.pooler_kind
     if model.heads.task.has_pooler and kind == "transform":
         rows = model.heads.projection(rows)
     elif model.heads.task.has_pooler:
@@ -104,16 +105,18 @@ CASES = [
     *((head, "cross_entropy", "transform") for head in ("classes", "spans")),
     ("values", "cross_entropy", "gelu"),
 ]
-POOLED = {"task_pooler": True}
 POOLS = {
-    False: {}, True: POOLED, "concat": {"task_pool": "concat"}, "gelu": {**POOLED, "task_pooler_kind": "gelu"},
-    "transform": {**POOLED, "task_pooler_kind": "transform", "head_transform": True},
-}  # fmt: skip
+    False: {},
+    True: {"task_head": {"pooler": True}},
+    "concat": {"task_head": {"pool": "concat"}},
+    "gelu": {"task_head": {"pooler": True, "pooler_kind": "gelu"}},
+    "transform": {"task_head": {"pooler": True, "pooler_kind": "transform"}, "head_transform": True},
+}
 
 
 @pytest.mark.parametrize("head, loss, pooled", CASES)
 def test_loss_and_gradients_equal_those_of_each_sample_alone(head, loss, pooled):
-    model = make_model(head, **POOLS[pooled])
+    model = make_model(head, POOLS[pooled])
     numbers = range(5)
     batch = task_batch(head, numbers, loss)
     total, sums = model(MicroBatch.from_batch(batch, CPU, model.config))
@@ -134,7 +137,7 @@ def test_loss_and_gradients_equal_those_of_each_sample_alone(head, loss, pooled)
 @pytest.mark.parametrize("head, pool", [*((head, "token") for head in HEADS), ("classes", "concat")])
 def test_rows_that_fill_change_nothing(head, pool):
     """Few counts of rows, for kernels that are built for each: the same losses, gradients and answers."""
-    model, results = make_model(head, task_pool=pool), []
+    model, results = make_model(head, {"task_head": {"pool": pool}}), []
     for few_counts in (False, True):
         batch = MicroBatch.from_batch(task_batch(head, range(5)), CPU, model.config, few_counts=few_counts)
         loss, _ = model(batch)
@@ -162,7 +165,7 @@ def test_weights_count_what_has_a_label():
 
 def test_scores_of_parts_are_log_probabilities():
     """Not divided; the flag says whether each target is the likeliest token."""
-    model = make_model("choices")
+    model = make_model("choices", {})
     batch = task_batch("choices", range(4))
     scores, likeliest = model(MicroBatch.from_batch(batch, CPU, model.config), predict=True)
     expected, flags = [], []
@@ -198,13 +201,10 @@ def test_label_smoothing_equals_torch(smoothing):
 
 
 def task_config(head: str, parallel: dict, pooled: bool | str) -> Config:
-    options = {
-        **SIZES,
-        "task_dropout": 0.1,
-        "output_dropout": 0.1,
-        **POOLS[pooled],
-        **head_options(head),
-    }
+    options = {"task_head": {"dropout": 0.1}, "output_dropout": 0.1}
+    for more in (POOLS[pooled], head_options(head)):
+        options = merge(options, more)
+    options = merge(SIZES, options)
     return build(
         Config,
         {

@@ -6,13 +6,12 @@ table has the metrics of its kind. The type of a task's predictions decides whic
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from data_utils.common.errors import ConfigError
 from data_utils.common.setting_files import shown
-from data_utils.tasks.config import KINDS, PERPLEXITIES, TaskConfig
+from data_utils.tasks.config import KINDS, TaskConfig
 from data_utils.tasks.metrics.metrics import BLEU, ROUGE, require_metrics
 from data_utils.tasks.readers.files import plain_name
 
@@ -34,8 +33,6 @@ METRICS_BY_PREDICTION_TYPE: dict[str, tuple[str, ...]] = {
     "texts": _TEXT_METRICS,
     "entities": ("entity_f1", "tag_accuracy"),
     "tags": ("tag_accuracy",),
-    "likelihoods": PERPLEXITIES,
-    "last words": ("accuracy", "word_perplexity"),
 }
 
 
@@ -54,29 +51,26 @@ class Metrics:
     def score(self, measured: Mapping[str, float]) -> float:
         """The number that ranks evaluations; higher is better.
 
-        Perplexities and losses count negative, and BLEU up to 1, as the others do.
+        Losses count negative, and BLEU up to 1, as the others do.
         """
         numbers = [measured[name] * _WEIGHTS.get(name, 1.0) for name in self.compared or self.names]
         return sum(numbers) / len(numbers)
 
     @property
     def has_costs(self) -> bool:
-        """Whether a perplexity or loss is compared, of which lower is better, and which has no upper bound."""
+        """Whether a loss is compared, of which lower is better, and which has no upper bound."""
         return any(map(is_cost, self.compared or self.names))
 
 
 def is_cost(metric: str) -> bool:
-    """Whether lower is better: a perplexity or a loss."""
+    """Whether lower is better."""
     return _WEIGHTS.get(metric, 1.0) < 0
 
 
-_WEIGHTS = {**dict.fromkeys((*PERPLEXITIES, LOSS), -1.0), **dict.fromkeys(BLEU, 0.01)}
+_WEIGHTS = {LOSS: -1.0, **dict.fromkeys(BLEU, 0.01)}
 
 
-_COMPARED = {
-    "language_modelling": ("token_perplexity",), "lambada": ("accuracy",), "spans": ("answer_f1",),
-    "typing": ("loose_micro_f1",),
-}  # fmt: skip
+_COMPARED = {"spans": ("answer_f1",), "typing": ("loose_micro_f1",)}
 METRICS_BY_KIND = {kind: Metrics(names, _COMPARED.get(kind, ())) for kind, names in KINDS.items()}
 
 _ACCURACY_F1 = Metrics(("accuracy", "f1"))
@@ -108,9 +102,9 @@ def task_metrics(task: TaskConfig) -> Metrics:
     metrics = METRICS_BY_TASK.get(plain_name(task.name), METRICS_BY_KIND[task.kind])
     if task.metrics:
         # The same names as those of a known set are compared as it is.
-        known_sets = (metrics, METRICS_BY_KIND["lambada"], _MAY_HAVE_NO_ANSWER)
+        known_sets = (metrics, _MAY_HAVE_NO_ANSWER)
         metrics = next((known for known in known_sets if known.names == task.metrics), Metrics(task.metrics))
-    require_metrics(name for name in metrics.names if name not in PERPLEXITIES)
+    require_metrics(metrics.names)
     return metrics
 
 
@@ -178,17 +172,3 @@ def compared_by(task: TaskConfig, best: str | None) -> Metrics:
             f"finetune.best is {best}, but the task measures {', '.join(metrics.names)}; choose one of them."
         )
     return metrics if best is None else Metrics(metrics.names, (best,))
-
-
-def perplexities(nll: float, tokens: int, words: int, size: int) -> dict[str, float]:
-    """exp of the mean over tokens, and over words; and bits for each byte.
-
-    Args:
-        nll: sum of the negative log probabilities of all predicted tokens, nats.
-        tokens, words, size: how many tokens are predicted, and how many words and UTF-8 bytes they are.
-    """
-    return {
-        "token_perplexity": math.exp(min(nll / tokens, 700.0)),  # beyond that a float has no value
-        "word_perplexity": math.exp(min(nll / words, 700.0)),
-        "bits_per_byte": nll / size / math.log(2.0),
-    }

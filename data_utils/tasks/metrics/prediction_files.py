@@ -5,8 +5,7 @@
                 ReCoRD.jsonl     {"idx": {...} as in the file, "label": "the entity"}
     GLUE        CoLA.tsv ...     index and prediction under a line of names; STS-B from 0 to 5 with three places
     SQuAD       NAME.json        {"id": "text", ...}; an empty text says that there is no answer
-    all else    NAME.jsonl       {"idx": 3, "label": ...}, and of classes and choices "scores": the share of each;
-                                 of LAMBADA "right": whether the label, the word that the model writes, is the last one
+    all else    NAME.jsonl       {"idx": 3, "label": ...}, and of classes and choices "scores": the share of each
 
 Source: the sample submissions of gluebenchmark.com and super.gluebenchmark.com, as jiant writes them.
 """

@@ -29,8 +29,8 @@ Fields of a TaskRecord, and its label. Names of the format stay where patterns u
     conll, jsonl tagging   words                                           tags, entities as BIO
     pairs, jsonl seq2seq   source, target (missing without a label)        the target; of summaries a sentence in each
                                                                            line
-    text                   text; wikitext: also word_count; *.blank: also  lambada: the last word; blanks: the text;
-                           masked (with `<blank>`), fillings               else None
+    text                   text; *.blank: also masked (with `<blank>`),    the text
+                           fillings
     synthetic              see synthetic.py
 
 Lists are tuples. A label is None where the file gives none; it must be there if `labelled`.

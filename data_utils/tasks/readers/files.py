@@ -114,13 +114,6 @@ class Intake:
         """One sample. Index None: its number in the file, with those that were left out counted."""
         if label is None and self.labelled:
             raise BadLine("the label is missing; files for training and validation need one")
-        self._append(fields, label, index, group)
-
-    def add_unlabelled(self, fields: Mapping[str, Any], index: Any = None) -> None:
-        """One sample of a task that has no labels."""
-        self._append(fields, None, index, None)
-
-    def _append(self, fields: Mapping[str, Any], label: Any, index: Any, group: Any) -> None:
         if index is None:
             # Lines that were left out are counted, so that a number is the line's own.
             index = len(self.records) + self.records.skipped

@@ -10,7 +10,7 @@
     seq2seq                 {"src", "tgt"}: text, or a list of tokens; or what task.template names, and "tgt"
     spans                   {"question", "context", "answers": [{"text", "answer_start"}], "is_impossible"}
     tagging                 {"words", "label": a tag for each}
-    blanks, language_modelling, lambada   {"text"}
+    blanks                  {"text"}
 
 Tables (.csv, .tsv, as RFC 4180 has them) are read as lines of the texts by the names in their first row.
 
@@ -61,7 +61,7 @@ def read_json_lines(intake: Intake) -> TaskRecords:
         "seq2seq": _add_pair,
         "spans": _add_question,
         "tagging": _add_tagged,
-        **dict.fromkeys(("blanks", "language_modelling", "lambada"), _add_text),
+        "blanks": _add_text,
     }.get(intake.config.kind, _add_classified)
     if delimiter := DELIMITERS.get(file_suffix(intake.path)):
         _add_rows(intake, add, delimiter)

@@ -6,7 +6,7 @@ A sample is a pure function of (seed, number). task.reader synthetic takes a str
 
     task             kind                    sample
     noisy_votes      cloze, classification   n words red or blue, each of the class's own with probability p
-    recall           lambada                 keys with words; the last key has its word again
+    recall           seq2seq                 keys with words, and one of the keys again, to which its word is the answer
 
 tests/support/synthetic_tasks.py has twelve more.
 """
@@ -78,7 +78,7 @@ def read_synthetic(intake: Intake) -> TaskRecords:
         )
     for number, (fields, label) in enumerate(samples(spec)):
         with intake.at(f"sample {number}"):
-            intake.add_unlabelled(fields) if label is None else intake.add(fields, label)
+            intake.add(fields, label)
     return intake.finish()
 
 
@@ -173,7 +173,11 @@ def _draw_recall(rng: np.random.Generator, values: Values) -> Drawn:
     words = pick(rng, WORDS, values["pairs"])
     asked = int(rng.integers(values["pairs"]))
     said = " ".join(f"{KEYS[key]} {word}" for key, word in zip(keys, words, strict=True))
-    return {"text": f"{said} {KEYS[keys[asked]]} {words[asked]}"}, words[asked]
+    return {"source": f"{said} {KEYS[keys[asked]]}", "target": words[asked]}, words[asked]
+
+
+def _best_recall(values: Values) -> dict[str, float]:
+    return {"exact_match": 1.0}
 
 
 TASKS: dict[str, SyntheticTask] = {
@@ -184,5 +188,5 @@ TASKS: dict[str, SyntheticTask] = {
         _best_votes,
         NO_YES,
     ),
-    "recall": SyntheticTask(("lambada",), {"pairs": (4, 1, len(KEYS))}, _draw_recall, best_all),
+    "recall": SyntheticTask(("seq2seq",), {"pairs": (4, 1, len(KEYS))}, _draw_recall, _best_recall),
 }

@@ -1,27 +1,19 @@
-"""Texts without labels: a document in each line, Wikitext, and lines with blanks.
-
-language_modelling   {"text"}; Wikitext: the file is one document, without its tokenization
-lambada              {"text"}; the label is the last word
-blanks               {"text"}, and of a file *.blank also the line with blanks and what fills them
-"""
+"""Texts whose words are to be filled in: a document in each line, or lines with blanks beside the complete ones."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 
 from data_utils.common.errors import DataError
-from data_utils.common.setting_files import shown
-from data_utils.corpus.json_records import UnusableRecord, parse_json_object
+from data_utils.corpus.json_records import parse_json_object
 from data_utils.tasks.readers.files import (
     BadLine,
     Intake,
     TaskRecords,
     file_suffix,
     numbered_lines,
-    plain_name,
     text_in,
     utf8_text,
 )
@@ -29,33 +21,9 @@ from data_utils.tasks.readers.files import (
 BLANK = "<blank>"  # in lines whose words are hidden
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 
-# Wikitext's tokenization, undone in this order. Source: the detokenizer with which GLM's and Megatron's figures on
-# WikiText-103 were measured, so that tokens are theirs; it is no exact inverse.
-_SPACED = (" : ", " ; ", " . ", " ! ", " ? ", " , ")
-_WIKITEXT: tuple[tuple[str, str], ...] = (
-    ("s '", "s'"),
-    (" @-@ ", "-"),
-    (" @,@ ", ","),
-    (" @.@ ", "."),
-    *((mark, mark[1:]) for mark in _SPACED),
-)
-_ENCLOSED = (("(", ")"), ("[", "]"), ("{", "}"), ('"', '"'), ("'", "'"))
-_WIKITEXT_LAST: tuple[tuple[str, str], ...] = (
-    ("= = = =", "===="),
-    ("= = =", "==="),
-    ("= =", "=="),
-    (" \u00b0 ", "\u00b0"),
-    (" \n", "\n"),
-    ("\n ", "\n"),
-    (" N ", " 1 "),
-    (" 's", "'s"),
-)
-
 
 def read_texts(intake: Intake) -> TaskRecords:
     """The documents of a file. Raises DataError."""
-    if plain_name(intake.config.name).startswith("wikitext"):
-        return _read_wikitext(intake)
     if file_suffix(intake.path) == ".blank":
         return _read_blanks(intake)
     is_json = file_suffix(intake.path) in JSON_SUFFIXES
@@ -68,55 +36,8 @@ def read_texts(intake: Intake) -> TaskRecords:
 
 
 def add_text(intake: Intake, text: str, index: int | str | None = None) -> None:
-    """A document: its label is the last word for lambada, the text itself for blanks."""
-    kind = intake.config.kind
-    label = None
-    if kind == "lambada":
-        words = text.split()
-        if len(words) < 2:
-            raise BadLine(
-                f"the text {shown(text)} has {len(words)} words; lambada needs a context and a last word"
-            )
-        label = words[-1]
-    elif kind == "blanks":
-        label = text
-    elif kind == "language_modelling":
-        return intake.add_unlabelled({"text": text}, index)
-    return intake.add({"text": text}, label, index)
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Wikitext
-
-
-def _read_wikitext(intake: Intake) -> TaskRecords:
-    lines = []
-    for number, line in numbered_lines(Path(intake.path)):
-        try:
-            lines.append(f"{utf8_text(line)}\n")
-        except UnusableRecord as problem:  # one document: nothing of it can be left out
-            raise DataError(f"{intake.path}:{number}: {problem}; download the file again.") from None
-    text = "".join(lines)
-    with intake.at(1):
-        if text.strip():
-            # Words as the file is tokenized, its ends of lines counted: what published perplexities divide by.
-            words = len(text.strip().split(" "))
-            intake.add_unlabelled({"text": wikitext_detokenized(text), "word_count": words})
-    return intake.finish()
-
-
-def wikitext_detokenized(text: str) -> str:
-    """Running text of Wikitext's tokens: `a @-@ b ( c ) .` becomes `a-b (c).`"""
-    for tokens, plain in _WIKITEXT:
-        text = text.replace(tokens, plain)
-    for first, last in _ENCLOSED:
-        inside = rf"{re.escape(first)}\s*([^{re.escape(last)}]*?)\s*{re.escape(last)}"
-        # Behind it nothing closes, and a search for that from every place is quadratic.
-        end = text.rfind(last) + 1
-        text = re.sub(inside, rf"{first}\1{last}", text[:end]) + text[end:]
-    for tokens, plain in _WIKITEXT_LAST:
-        text = text.replace(tokens, plain)
-    return text
+    """A document, which is its own label."""
+    intake.add({"text": text}, text, index)
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -73,8 +73,8 @@ class Continuations:
     """Makes the samples that score continuations and whole texts, and the prompts to write on.
 
     Args:
-        inputs: `config.sequence_length` is the longest document; `config.stride` and `bidirectional` are those of
-            language modelling.
+        inputs: `config.sequence_length` is the longest document; `config.stride` is that of windows.
+        bidirectional: glm: contexts are read both ways.
         score_end: the end of a text after the continuation is part of it.
         allow_masks: a blank that a context spells out is one.
         first_token: `windows` predicts the first token of a text too.
@@ -85,13 +85,14 @@ class Continuations:
         self,
         inputs: Inputs,
         *,
+        bidirectional: bool = True,
         score_end: bool = False,
         allow_masks: bool = False,
         first_token: bool = True,
         no_start: bool = False,
     ) -> None:
         self.inputs, self.score_end, self.allow_masks = inputs, score_end, allow_masks
-        self.no_start = no_start
+        self.bidirectional, self.no_start = bidirectional, no_start
         self.max_length = inputs.config.sequence_length
         self.is_xlnet = inputs.input_format.objective == "xlnet"
         self.format_name = "xlnet" if self.is_xlnet else inputs.input_format.name
@@ -119,7 +120,7 @@ class Continuations:
                 f"the mask is {config.mask}, but inputs of {objective} do not choose one; use a run of "
                 "blank_infilling, or leave it out."
             )
-        if not config.bidirectional and self.format_name != "glm":
+        if not self.bidirectional and self.format_name != "glm":
             raise ConfigError(
                 f"a context is to be read from left to right, but inputs of {objective} do not choose that; use a run "
                 "of blank_infilling, or leave it out."
@@ -412,7 +413,7 @@ class Continuations:
             example = (
                 self._queried(tokens[:known], tokens[known:])
                 if self.is_xlnet
-                else continued(self.inputs, tokens, new)
+                else continued(self.inputs, tokens, new, bidirectional=self.bidirectional)
             )
             samples.append(TaskSample([without_loss(example)], [target_group_with_loss(example)]))
         return samples

@@ -9,8 +9,6 @@ more in training:
     tagging                     tags       groups of one sentence, which follow each other
     spans                       spans      a group for each window; `answer_text` cuts the answer's characters
     seq2seq, blanks             tokens     `prompt` is what a completion follows in use, `written` the text it gives
-    language_modelling          tokens     a record for each window (group: the document)
-    lambada                     choices    one group, whose tokens must all be the likeliest; `prompt` and `written` too
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ from data_utils.tasks.templates.input_formats import InputFormat
 from data_utils.tasks.templates.inputs import Inputs, TaskType
 from data_utils.tasks.templates.marked import refuse_marks
 from data_utils.tasks.templates.sequence import Seq2Seq
-from data_utils.tasks.templates.windows import Lambada, LanguageModelling
 from data_utils.tokenizers.tokenizer import Tokenizer
 
 TASK_TYPES: dict[str, Callable[[Inputs, Sequence[str]], TaskType]] = {
@@ -38,8 +35,6 @@ TASK_TYPES: dict[str, Callable[[Inputs, Sequence[str]], TaskType]] = {
     "spans": Spans,
     "seq2seq": Seq2Seq,
     "blanks": Blanks,
-    "language_modelling": LanguageModelling,
-    "lambada": Lambada,
 }
 
 
@@ -104,7 +99,7 @@ class Renderer:
         return self.task_type.sample(record, number, epoch)
 
     def prompt(self, record: TaskRecord, number: int, epoch: int = 0) -> list[int]:
-        """Token ids that the model reads before it completes a record (seq2seq, blanks and lambada).
+        """Token ids that the model reads before it completes a record (seq2seq and blanks).
 
         In GLM's format they are part A, which ends with eos and has a mask for each blank.
         """
@@ -118,8 +113,6 @@ class Renderer:
         """
         return self._writer().written(prompt, completions)
 
-    def _writer(self) -> Seq2Seq | Blanks | Lambada:
-        assert isinstance(self.task_type, (Seq2Seq, Blanks, Lambada)), (
-            f"{self.inputs.config.kind} generates no text"
-        )
+    def _writer(self) -> Seq2Seq | Blanks:
+        assert isinstance(self.task_type, (Seq2Seq, Blanks)), f"{self.inputs.config.kind} generates no text"
         return self.task_type

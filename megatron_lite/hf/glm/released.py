@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from data_utils.common.errors import CheckpointError
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.hf.files.weights import Weights, from_state_dict, load_pickle
+from megatron_lite.hf.common.weights import Weights, from_state_dict, load_pickle
 
 WORDS = "word_embeddings.weight"
 # Our model settings -> their names in a released config.json.

@@ -1,4 +1,4 @@
-"""Writes the tokenizer of a GLM run for transformers, and proves that both give the same ids.
+"""Writes the tokenizer of a GLM run for transformers, and compares the ids of both.
 
 The original files are copied to `training_tokenizer/`: a run that continues from the export needs a tokenizer with the
 fingerprint that its corpora record.
@@ -17,8 +17,8 @@ from data_utils.common.errors import CheckpointError
 from data_utils.tokenizers.library_tokenizer import HuggingFaceTokenizer, special_token
 from data_utils.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig, read_files
-from megatron_lite.hf.files.tokenizer_proof import TokenizerProof, awkward_texts
-from megatron_lite.hf.files.weights import TRAINING_TOKENIZER
+from megatron_lite.hf.common.verify_tokenizer import TokenizerComparison, awkward_texts
+from megatron_lite.hf.common.weights import TRAINING_TOKENIZER
 from megatron_lite.hf.glm.tokenization_glm import (
     JOIN,
     MARKERS,
@@ -26,7 +26,7 @@ from megatron_lite.hf.glm.tokenization_glm import (
     GLMTokenizerFast,
 )
 
-# Encoded by both tokenizers in the proof: case, accents, white space, punctuation, blanks, other scripts.
+# Encoded by both tokenizers in the comparison: case, accents, white space, punctuation, blanks, other scripts.
 SAMPLE_TEXTS = (
     "Paris is the [MASK] of France.",
     "  Two spaces,\ta tab\nand a newline. [sMASK] It ends here: [gMASK]",
@@ -82,7 +82,7 @@ def exported_tokenizer(tokenizer: Tokenizer, directory: Path) -> GLMTokenizerFas
     return cls.from_pretrained(directory)
 
 
-def prove_tokenizer(tokenizer: Tokenizer, directory: Path) -> TokenizerProof:
+def compare_glm_tokenizer(tokenizer: Tokenizer, directory: Path) -> TokenizerComparison:
     """Compare the special ids, and the tokens of texts that are hard to encode.
 
     Texts that spell special tokens other than blanks are left out: transformers reads these as tokens.
@@ -104,7 +104,7 @@ def prove_tokenizer(tokenizer: Tokenizer, directory: Path) -> TokenizerProof:
             raise CheckpointError(
                 f"{directory}: the exported tokenizer encodes {text!r} as {actual}, the run as {expected}."
             )
-    return TokenizerProof(type(exported).__name__, len(texts), 0, 0, None)
+    return TokenizerComparison(type(exported).__name__, len(texts), 0, 0, None)
 
 
 def _special_ids(tokenizer: Tokenizer) -> set[int]:

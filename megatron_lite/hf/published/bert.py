@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.systems import FIXED
-from megatron_lite.hf.files.system_table import (
+from megatron_lite.hf.common.system_table import (
     ACTIVATIONS,
     ConfigField,
     PublishedSystem,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_lite.hf.files.system_table import (
+from megatron_lite.hf.common.system_table import (
     ACTIVATIONS,
     VERSION_4,
     ConfigField,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.hf.files.system_table import (
+from megatron_lite.hf.common.system_table import (
     ACTIVATIONS,
     SAME,
     VERSION_4,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_lite.hf.files.system_table import (
+from megatron_lite.hf.common.system_table import (
     ACTIVATIONS,
     TRANSPOSED,
     ConfigField,

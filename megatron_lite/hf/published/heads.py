@@ -1,6 +1,6 @@
 """Task heads of published systems: the classes of transformers that compute what our heads compute.
 
-    classes, values   a layer (model.task_pooler) on the first token, and a classifier: ...ForSequenceClassification
+    classes, values   a layer (task_head.pooler) on the first token, and a classifier: ...ForSequenceClassification
     tags              a classifier on each token: ...ForTokenClassification
     spans             two numbers for each token: ...ForQuestionAnswering
 
@@ -21,7 +21,7 @@ from typing import Any, Final
 from data_utils.common.errors import CheckpointError
 from data_utils.common.setting_files import shown
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.hf.files.system_table import PublishedSystem, TensorRule
+from megatron_lite.hf.common.system_table import PublishedSystem, TensorRule
 
 OTHER_HEADS = "other_heads.safetensors"
 SEVERAL_LABELS: Final = "multi_label_classification"  # of each text: `problem_type` of the kind typing
@@ -34,7 +34,7 @@ class TaskClass:
     Args:
         classifier: its module with the last layer.
         pooler: its module with the layer before that.
-        dropout: its field of config.json for `model.task_dropout`.
+        dropout: its field of config.json for `model.task_head.dropout`.
     """
 
     name: str
@@ -56,7 +56,12 @@ def _roberta_like(name: str) -> dict[str, TaskClass]:
     return {**_bert_like(name, "roberta"), "text": text}
 
 
-_HEAD_TYPES = {"classes": "text", "values": "text", "tags": "tags", "spans": "spans"}  # of `model.task_head`
+_HEAD_TYPES = {
+    "classes": "text",
+    "values": "text",
+    "tags": "tags",
+    "spans": "spans",
+}  # of `model.task_head.type`
 # By the type in config.json. GPT-2's and GLM-4's classifiers have no bias, BART's reads its decoder.
 TASK_CLASSES: dict[str, dict[str, TaskClass]] = {
     "bert": _bert_like("Bert", "bert"),
@@ -91,44 +96,48 @@ TASK_CLASSES: dict[str, dict[str, TaskClass]] = {
 
 def task_class(system: PublishedSystem, config: ModelConfig) -> TaskClass:
     """The class with the head of a model's task. Raises: CheckpointError if none computes what it does."""
-    head_class = TASK_CLASSES.get(system.model_type, {}).get(_HEAD_TYPES[config.task_head])
+    head_class = TASK_CLASSES.get(system.model_type, {}).get(_HEAD_TYPES[config.task_head.type])
     if head_class is None:
         raise CheckpointError(
-            f"model.task_head is {shown(config.task_head)}, whose head no class of transformers for "
+            f"model.task_head.type is {shown(config.task_head.type)}, whose head no class of transformers for "
             f"{system.model_type} has; export the checkpoint before it was tuned, or tune one of "
             f"{', '.join(TASK_CLASSES)}."
         )
     if config.has_task_pooler and head_class.pooler is None:
         raise CheckpointError(
             f"the head has a layer before its classifier, but {head_class.name} has none; tune with "
-            "model.task_pooler=false to export it."
+            "model.task_head.pooler=false to export it."
         )
     if lacks_pooler(system, config):
         raise CheckpointError(
             f"the head has no layer before its classifier, but {head_class.name} has one; tune with "
-            "model.task_pooler=true to export it."
+            "model.task_head.pooler=true to export it."
         )
     return head_class
 
 
 def lacks_pooler(system: PublishedSystem, config: ModelConfig) -> str | None:
     """The class of a model's task, if it has a layer before its classifier that the model's head does not have."""
-    head_class = TASK_CLASSES.get(system.model_type, {}).get(_HEAD_TYPES.get(config.task_head, ""))
+    head_class = TASK_CLASSES.get(system.model_type, {}).get(_HEAD_TYPES.get(config.task_head.type, ""))
     is_lacking = head_class is not None and head_class.pooler is not None and not config.has_task_pooler
     return head_class.name if head_class is not None and is_lacking else None
 
 
 def transformers_class_name(system: PublishedSystem, config: ModelConfig) -> str:
     """The class that a model is exported to. Raises: as `task_class`."""
-    return system.pretraining_class(config) if config.task_head == "none" else task_class(system, config).name
+    return (
+        system.pretraining_class(config)
+        if config.task_head.type == "none"
+        else task_class(system, config).name
+    )
 
 
 def tensor_rules(system: PublishedSystem, config: ModelConfig) -> tuple[TensorRule, ...]:
     """The table of a model with its heads. Raises: as `task_class`."""
-    if config.task_head == "none":
+    if config.task_head.type == "none":
         return system.rules
     head_class = task_class(system, config)
-    is_transform = config.task_pooler_kind == "transform"
+    is_transform = config.task_head.pooler_kind == "transform"
     body_prefixes = ("heads.projection.",) if is_transform else ()
     body = tuple(
         rule
@@ -148,16 +157,16 @@ def architectures(system: PublishedSystem) -> dict[str, str]:
 
 
 def head_settings(system: PublishedSystem, head_type: str, class_config: Any) -> dict[str, Any]:
-    """The head's settings in the section `model`. Args: head_type: key in TASK_CLASSES. class_config: of its class."""
+    """The section `model.task_head` of a head. Args: head_type: key in TASK_CLASSES. class_config: of its class."""
     head_class, labels = TASK_CLASSES[system.model_type][head_type], class_config.num_labels
     dropout = None if head_class.dropout is None else getattr(class_config, head_class.dropout, None)
-    settings = {} if dropout is None else {"task_dropout": dropout}
-    settings |= {"task_pooler": True} if head_class.pooler else {}
+    settings = {} if dropout is None else {"dropout": dropout}
+    settings |= {"pooler": True} if head_class.pooler else {}
     if head_type == "spans":
-        return {**settings, "task_head": "spans"}
+        return {**settings, "type": "spans"}
     if head_type == "text" and labels == 1:
-        return {**settings, "task_head": "values"}
-    return {**settings, "task_head": "tags" if head_type == "tags" else "classes", "task_classes": labels}
+        return {**settings, "type": "values"}
+    return {**settings, "type": "tags" if head_type == "tags" else "classes", "classes": labels}
 
 
 def head_problems(system: PublishedSystem, head_type: str, class_config: Any) -> list[str]:
@@ -197,13 +206,13 @@ def _pooling_fields(system: PublishedSystem, head_class: TaskClass) -> dict[str,
 
 def head_fields(system: PublishedSystem, config: ModelConfig, labels: Sequence[str]) -> Mapping[str, Any]:
     """Fields of config.json that describe a model's head. Args: labels: names of the classes; () = numbers."""
-    if config.task_head == "none":
+    if config.task_head.type == "none":
         return {}
     head_class = task_class(system, config)
-    names = dict(enumerate(labels or map(str, range(config.task_outputs))))
-    values: dict[str, Any] = {"num_labels": config.task_outputs}
-    if config.task_head in ("classes", "tags"):
+    names = dict(enumerate(labels or map(str, range(config.task_head.outputs))))
+    values: dict[str, Any] = {"num_labels": config.task_head.outputs}
+    if config.task_head.type in ("classes", "tags"):
         values |= {"id2label": names, "label2id": {name: number for number, name in names.items()}}
     if head_class.dropout is not None:
-        values[head_class.dropout] = config.task_dropout
+        values[head_class.dropout] = config.task_head.dropout
     return {**values, **_pooling_fields(system, head_class)}

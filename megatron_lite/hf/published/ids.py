@@ -15,8 +15,8 @@ from transformers import PretrainedConfig
 from data_utils.common.errors import CheckpointError
 from data_utils.tokenizers.special_tokens import NO_TOKEN
 from data_utils.tokenizers.tokenizer import Tokenizer
-from megatron_lite.hf.files.system_table import PublishedSystem
-from megatron_lite.hf.files.weights import read_json, write_json
+from megatron_lite.hf.common.system_table import PublishedSystem
+from megatron_lite.hf.common.weights import read_json, write_json
 from megatron_lite.inference.states import PromptTemplate
 
 GENERATION_JSON = "generation_config.json"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron_lite.hf.files.system_table import (
+from megatron_lite.hf.common.system_table import (
     ROTATE_HALF,
     VERSION_4,
     ConfigField,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron_lite.hf.files.system_table import (
+from megatron_lite.hf.common.system_table import (
     ACTIVATIONS,
     ROTATE_HALF,
     ROTATE_HALF_QKV,

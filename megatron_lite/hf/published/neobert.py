@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from megatron_lite.hf.files.system_table import (
+from megatron_lite.hf.common.system_table import (
     ConfigField,
     PublishedSystem,
     TensorRule,

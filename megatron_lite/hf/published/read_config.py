@@ -14,9 +14,9 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from data_utils.common.errors import CheckpointError
 from data_utils.common.setting_files import shown
-from megatron_lite.hf.files.config_json import CONFIG_JSON, by_transformers, quiet
-from megatron_lite.hf.files.system_table import ConfigField, PublishedSystem
-from megatron_lite.hf.files.weights import Weights
+from megatron_lite.hf.common.config_json import CONFIG_JSON, by_transformers, quiet
+from megatron_lite.hf.common.system_table import ConfigField, PublishedSystem
+from megatron_lite.hf.common.weights import Weights
 from megatron_lite.hf.published.heads import architectures, head_problems, head_settings
 from megatron_lite.hf.published.recognition import architecture, body_class, has_head, stem
 
@@ -75,7 +75,7 @@ def settings_and_problems(
         settings["sentence_classes"] = _sentence_classes(system, settings["sentence_classes"], theirs)
     problems += _contradictions(system, config_json, config, settings)
     if head_type := architectures(system).get(_architecture(system, config)):
-        settings |= head_settings(system, head_type, config)
+        settings["task_head"] = head_settings(system, head_type, config)
         problems += head_problems(system, head_type, config)
     return settings, problems
 

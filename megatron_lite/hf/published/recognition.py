@@ -16,10 +16,10 @@ from typing import Any
 
 from data_utils.common.errors import CheckpointError
 from data_utils.common.setting_files import shorten
-from megatron_lite.hf.files.config_json import CONFIG_JSON
-from megatron_lite.hf.files.left_out import reason
-from megatron_lite.hf.files.system_table import PublishedSystem
-from megatron_lite.hf.files.weights import Weights
+from megatron_lite.hf.common.config_json import CONFIG_JSON
+from megatron_lite.hf.common.ignored_tensors import reason
+from megatron_lite.hf.common.system_table import PublishedSystem
+from megatron_lite.hf.common.weights import Weights
 from megatron_lite.hf.published.heads import TASK_CLASSES, TaskClass
 from megatron_lite.hf.published.systems import PUBLISHED
 

@@ -3,7 +3,7 @@
 open_published   config.json, names and shapes of the weights; raises one error with all problems
 load_class       the same directory as transformers loads it, for the proof
 
-It writes nothing: runs.py does.
+It writes nothing: import_config.py and stack.py do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from data_utils.common.errors import CheckpointError, ConfigError
 from data_utils.common.setting_files import shown
 from data_utils.common.settings import build
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.hf.files.config_json import (
+from megatron_lite.hf.common.config_json import (
     CONFIG_JSON,
     by_transformers,
     check_fields,
@@ -31,11 +31,15 @@ from megatron_lite.hf.files.config_json import (
     quiet,
     read_config_json,
 )
-from megatron_lite.hf.files.left_out import lines as left_out_lines
-from megatron_lite.hf.files.left_out import listed
-from megatron_lite.hf.files.system_table import PublishedSystem
-from megatron_lite.hf.files.tensor_sizes import KEY_WIDTH, QUERY_WIDTH, REMEDY, tensor_sizes, wrong_size
-from megatron_lite.hf.files.weights import Weights, open_directory, open_safetensors, shape_problems
+from megatron_lite.hf.common.ignored_tensors import ignored_lines, listed
+from megatron_lite.hf.common.system_table import PublishedSystem
+from megatron_lite.hf.common.weights import (
+    SAME_MODEL,
+    Weights,
+    open_directory,
+    open_safetensors,
+    shape_problems,
+)
 from megatron_lite.hf.published.heads import OTHER_HEADS, transformers_class_name
 from megatron_lite.hf.published.read_config import (
     option_from_shape,
@@ -58,7 +62,6 @@ from megatron_lite.hf.published.tensor_map import (
     TensorMapping,
     drop_ignored,
     normalize_names,
-    shapes_under_our_names,
     tensor_mappings,
     to_theirs,
 )
@@ -152,26 +155,17 @@ def open_published(
         )
     check_fields(path, config_json, system)
     system = with_head_names(system, config_json, weights.shapes)
-    try:
-        their_config = transformers_config(system, config_json, path)
-    except CheckpointError:  # a size may be what its class refuses
-        require_none(
-            path, _size_problems(system, config_json, config_json, normalize_names(weights, system)[0])[1]
-        )
-        raise
+    their_config = transformers_config(system, config_json, path)
     # The class's own default counts where the file says nothing.
     is_tied = not system.may_untie or their_config.tie_word_embeddings
     theirs, problems = normalize_names(weights, system, is_tied)
     config_json, lines = complete_config(system, config_json, theirs, path)
-    sizes, size_problems = _size_problems(system, config_json, their_config.to_dict(), theirs)
     padding_id = transformers_config(system, config_json, path).pad_token_id
     if isinstance(padding_id, int):  # if not, it is among the problems
         system = system.padded_with(padding_id)
     settings, field_problems = settings_and_problems(system, config_json, theirs, path)
     # All that prevents the import is in one message: a user corrects config.json once.
-    problems = [*size_problems, *field_problems, *problems]
-    if size_problems:  # so that nothing that follows from a wrong size is reported again
-        settings |= {option: size for option, size in sizes.items() if option in settings}
+    problems = [*field_problems, *problems]
     try:
         check_sizes(path, settings, theirs)
     except CheckpointError:
@@ -201,7 +195,7 @@ def open_published(
     theirs, ignored = drop_ignored(theirs, mappings, system)
     expected = to_theirs(Weights(shapes, theirs.read), mappings, None, system).shapes
     expected = {name: shape for name, shape in expected.items() if name not in system.zeros}
-    problems += _tensor_problems(system, theirs, expected, is_alone=not (size_problems or field_problems))
+    problems += _tensor_problems(system, theirs, expected, is_alone=not field_problems)
     require_none(path, problems)
     source = PublishedSource(path, system, settings, theirs, mappings, others, config_json, ignored, is_base)
     for line in (*lines, *_warnings(source, model)):
@@ -217,50 +211,13 @@ def lacks_head(
         return True
     name = architecture(config_json)
     is_named = name is None or is_body(name)
-    return is_named and model.task_head == "none" and not has_head(system, theirs.shapes)
+    return is_named and model.task_head.type == "none" and not has_head(system, theirs.shapes)
 
 
 def is_headless(config: ModelConfig) -> bool:
     """Whether the class of a model predicts neither tokens nor a task: ELECTRA's discriminator, DeBERTa's body."""
     is_body = config.system in ("electra", "deberta_v3") and not (config.head_transform or config.head_bias)
-    return is_body and config.task_head == "none"
-
-
-def _size_problems(
-    system: PublishedSystem, config_json: Mapping[str, Any], config: Mapping[str, Any], theirs: Weights
-) -> tuple[dict[str, int], list[str]]:
-    """Sizes of the section `model` by the tensors, and a sentence on the fields of config.json that contradict them.
-
-    Args: config: what its class makes of `config_json`, which has no fields that are not given.
-    """
-    # Tensors say what the sizes are; config.json may be wrong.
-    measured = tensor_sizes(shapes_under_our_names(system, theirs))
-    sizes, wrong = dict(measured), []
-    for entry in system.fields:
-        declared = config.get(entry.theirs)
-        if entry.ours not in measured or entry.reads is not None or not isinstance(declared, int):
-            continue
-        actual = measured[entry.ours]
-        if entry.counts_positions:
-            sizes[entry.ours] = actual - system.skipped_positions
-            actual += 1 - system.skipped_positions * (not system.counts_skipped)
-        if declared != actual:
-            wrong.append(wrong_size(entry.theirs, declared, actual, entry.theirs in config_json))
-    names = {entry.ours: entry.theirs for entry in system.fields if entry.reads is None}
-    width = config.get(names.get("head_dim", ""))
-    for option, heads in ((QUERY_WIDTH, "num_attention_heads"), (KEY_WIDTH, "num_key_value_heads")):
-        count = config.get(names.get(heads, ""))
-        if (
-            isinstance(width, int)
-            and isinstance(count, int)
-            and option in measured
-            and count * width != measured[option]
-        ):
-            declared = f"{names[heads]} ({count}) times {names['head_dim']} ({width})"
-            wrong.append(wrong_size(declared, count * width, measured[option]))
-    if not wrong:
-        return sizes, []
-    return sizes, [f"{'; '.join(wrong)}; {REMEDY}."]
+    return is_body and config.task_head.type == "none"
 
 
 def _tensor_problems(
@@ -278,7 +235,7 @@ def _tensor_problems(
     if not (problems := shape_problems(theirs, expected)):
         return []
     whole = "; ".join(problems)
-    remedy = f"{REMEDY}."
+    remedy = f"{SAME_MODEL}."
     modules = tuple(f"{module}." for module in head_modules(system))
     if not has_head(system, theirs.shapes) and any(name.startswith(modules) for name in expected):
         remedy += f' A base model comes in where "architectures" is ["{body_class(system)}"].'
@@ -291,7 +248,7 @@ def _warnings(source: PublishedSource, model: ModelConfig) -> Iterator[str]:
     """A line for each tensor and field that an import ignores."""
     system = source.system
     class_name = source.class_name or transformers_class_name(system, model)
-    yield from left_out_lines(source.ignored, f"the class {class_name}", source.theirs.doubles)
+    yield from ignored_lines(source.ignored, f"the class {class_name}", source.theirs.doubles)
     if (source.path / _SENTENCES).exists():
         yield (
             f"{_SENTENCES} is of sentence-transformers; the Transformer alone is imported, without pooling, "

@@ -12,7 +12,7 @@ from __future__ import annotations
 from data_utils.common.errors import CheckpointError
 from data_utils.common.setting_files import shown
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.hf.files.system_table import PublishedSystem
+from megatron_lite.hf.common.system_table import PublishedSystem
 from megatron_lite.hf.published.bert import (
     ALBERT,
     BERT,

@@ -12,8 +12,6 @@ import stores them in the run's directory, so that an export is bit-equal to the
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -21,13 +19,14 @@ import torch
 
 from megatron_lite.config.lora import LORA, PARTS, WHOLE, class_layers
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.hf.files.left_out import reason
-from megatron_lite.hf.files.lora import ClassModule, Modules
-from megatron_lite.hf.files.system_table import SAME, TRANSPOSED, PublishedSystem, WeightTransform
-from megatron_lite.hf.files.weights import WORDS, Weights
+from megatron_lite.hf.common.ignored_tensors import reason
+from megatron_lite.hf.common.lora import ClassModule, Modules
+from megatron_lite.hf.common.system_table import SAME, PublishedSystem, WeightTransform
+from megatron_lite.hf.common.weights import WORDS, Weights
 from megatron_lite.hf.published.heads import TASK_CLASSES, tensor_rules
 
 POSITIONS = ("embedding.position_embeddings.weight", "decoder_embedding.position_embeddings.weight")
+SKIPPED_ROWS = "rows.safetensors"  # file of an import's first rows, see `skipped_rows`
 
 _FORMER_SUFFIXES = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
 
@@ -235,27 +234,3 @@ def skipped_rows(
     for name, mapping in mappings.items():
         if mapping.skipped:
             yield name, theirs.read(name)[: mapping.skipped]
-
-
-def shapes_under_our_names(system: PublishedSystem, theirs: Weights) -> dict[str, tuple[int, ...]]:
-    """Shapes of tensors under our names, without a configuration, which may be wrong.
-
-    Queries, keys and values are not joined: the rows of the keys are given, which tell the number of key heads.
-    """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for rule in system.rules:
-        source, ours = rule.theirs[0], rule.ours
-        if len(rule.theirs) == 3:
-            source, ours = rule.theirs[1], ours.replace("query_key_value", "key")
-        elif len(rule.theirs) > 1:
-            continue
-        suffix = "" if rule.is_tensor else ".weight"
-        pattern = re.compile(re.escape(f"{source}{suffix}").replace(r"\{i\}", r"(\d+)"))
-        ours = f"{ours}{suffix}".replace("layers.{d}", "decoder_layers.{i}")
-        for name, shape in theirs.shapes.items():
-            if match := pattern.fullmatch(name):
-                # XLNet's are [D, H, d].
-                matrix = shape if len(shape) < 2 else (shape[0], math.prod(shape[1:]))
-                parameter = ours.replace("{i}", match[1] if match.groups() else "")
-                shapes[parameter] = matrix[::-1] if rule.transform == TRANSPOSED else matrix
-    return shapes

@@ -15,8 +15,8 @@ from data_utils.common.setting_files import shown
 from data_utils.common.settings import build
 from data_utils.tokenizers.library_tokenizer import HuggingFaceTokenizer
 from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer, read_files
-from megatron_lite.hf.files.tokenizer_proof import compare, encoded, load_theirs, tokenizer_proof
-from megatron_lite.hf.files.weights import read_json, write_json
+from megatron_lite.hf.common.verify_tokenizer import compare, compare_tokenizer, encoded, load_theirs
+from megatron_lite.hf.common.weights import read_json, write_json
 from megatron_lite.hf.published.systems import SYSTEMS_BY_NAME
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -134,7 +134,7 @@ def require_same_ids(key: str, tokenizer: Tokenizer, source: Path, copies: Path)
     Args: key: of its section. copies: as for `load_theirs`.
     """
     if has_tokenizer(source):
-        tokenizer_proof(tokenizer, source, copies=copies).require(
+        compare_tokenizer(tokenizer, source, copies=copies).require(
             f"{key}.path {tokenizer.config.path}",
             f"leave {key}.path out, or use another tokenizer with --no-verify.",
         )

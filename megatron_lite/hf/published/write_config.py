@@ -6,16 +6,15 @@ The result is read back and compared, so that no option is lost without an error
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from data_utils.common.errors import CheckpointError
 from data_utils.common.setting_files import shown
-from data_utils.common.settings import build
+from data_utils.common.settings import build, leaves, to_tree
 from megatron_lite.config.model import OF_TRAINING, ModelConfig
-from megatron_lite.hf.files.system_table import PublishedSystem
+from megatron_lite.hf.common.system_table import PublishedSystem
 from megatron_lite.hf.published.heads import head_fields, transformers_class_name
 from megatron_lite.hf.published.read_config import field_of, our_value
 from megatron_lite.hf.published.systems import published_system
@@ -100,7 +99,7 @@ def _require_expressed(
 ) -> None:
     """Raise CheckpointError unless reading the class's configuration back gives the model's options."""
     settings: dict[str, Any] = {"system": config.system}
-    settings |= {"task_head": config.task_head, "task_classes": config.task_classes}
+    settings["task_head"] = {"type": config.task_head.type, "classes": config.task_head.classes}
     for entry in system.fields:
         settings[entry.ours] = our_value(system, entry, field_of(class_config, entry.theirs), class_config)
     for option in system.optional:
@@ -108,16 +107,22 @@ def _require_expressed(
     again = build(ModelConfig, settings)
     # Without a table of positions max_position is a limit of training alone.
     has_positions = any(entry.counts_positions for entry in system.fields)
-    different = [
-        f.name
-        for f in fields(ModelConfig)
-        if f.name not in NOT_IN_FILES
-        and (has_positions or f.name != "max_position")
-        and getattr(again, _DERIVED.get(f.name, f.name)) != getattr(config, _DERIVED.get(f.name, f.name))
-    ]
-    if different:
-        name = different[0]
-        raise CheckpointError(
-            f"model.{name} is {shown(getattr(config, name))}, which {class_name} does not have; only models of the "
-            "published architecture can be exported."
-        )
+    for name, (value, _) in different_options(config, again).items():
+        if has_positions or name != "max_position":
+            raise CheckpointError(
+                f"model.{name} is {shown(value)}, which {class_name} does not have; only models of the published "
+                "architecture can be exported."
+            )
+
+
+def different_options(model: ModelConfig, other: ModelConfig) -> dict[str, tuple[Any, Any]]:
+    """Dotted names of the options in which two models differ -> both values. Files do not tell those left out."""
+    ours, theirs = (
+        dict(leaves(to_tree(each))) | {name: getattr(each, known) for name, known in _DERIVED.items()}
+        for each in (model, other)
+    )
+    return {
+        name: (ours.get(name), theirs.get(name))
+        for name in ours | theirs
+        if name not in NOT_IN_FILES and ours.get(name) != theirs.get(name)
+    }

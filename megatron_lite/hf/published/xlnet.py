@@ -6,7 +6,7 @@ does.
 
 from __future__ import annotations
 
-from megatron_lite.hf.files.system_table import (
+from megatron_lite.hf.common.system_table import (
     ACTIVATIONS,
     FLATTENED,
     HEADS_SECOND,

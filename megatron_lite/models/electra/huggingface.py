@@ -4,52 +4,46 @@
     DIRECTORY/discriminator/   ElectraForPreTraining or DebertaV2Model, with the tokenizer
 
 Each directory has the tables that both stacks share. With detached embeddings (DeBERTa-v3) the discriminator's word
-table is the sum that it reads: the generator's table plus its own difference. Both ways are proved: the generator as
-any published system, the discriminator by its score for every token. DeBERTa has no class with a head for that score:
-it is proved on hidden states, and our head is in a file of its directory, OTHER_HEADS.
+table is the sum that it reads: the generator's table plus its own difference. DeBERTa has no class with a head that
+finds replaced tokens: our head is in a file of its directory, OTHER_HEADS.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from data_utils.common.batch_fields import DOC
 from data_utils.common.errors import CheckpointError
 from data_utils.common.settings import merge
 from megatron_lite.checkpoint.full_word_embedding import with_full_word_embedding
 from megatron_lite.checkpoint.read import weight_reader
-from megatron_lite.checkpoint.verify import Checkpoint, read_checkpoint
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.hf.files import proof
-from megatron_lite.hf.files.config_json import CONFIG_JSON
-from megatron_lite.hf.files.first_checkpoint import write_imported_run
-from megatron_lite.hf.files.model_card import sizes, write_card
-from megatron_lite.hf.files.proof_report import Report
-from megatron_lite.hf.files.provenance import provenance
-from megatron_lite.hf.files.tokenizer_proof import prove_exported
-from megatron_lite.hf.files.weights import DTYPES, IMPORTED_FILES, WORDS, Weights, check_shapes, new_directory
-from megatron_lite.hf.model_format import HuggingFaceFormat
+from megatron_lite.hf.common.config_json import CONFIG_JSON
+from megatron_lite.hf.common.model_card import sizes, write_card
+from megatron_lite.hf.common.model_format import HuggingFaceFormat, Imported
+from megatron_lite.hf.common.provenance import provenance
+from megatron_lite.hf.common.verify import Check, Checks
+from megatron_lite.hf.common.verify_tokenizer import TokenizerComparison, compare_exported
+from megatron_lite.hf.common.weights import IMPORTED_FILES, WORDS, Weights, check_shapes
 from megatron_lite.hf.published.heads import transformers_class_name
-from megatron_lite.hf.published.proof import ask as ask_published
-from megatron_lite.hf.published.proof import proof_batch, their_output
-from megatron_lite.hf.published.runs import (
-    Stack,
-    build_import_config,
+from megatron_lite.hf.published.import_config import (
     copy_imported_files,
+    import_config,
     require_same_model,
     with_new_heads,
-    write_stack,
 )
 from megatron_lite.hf.published.source import PublishedSource, load_class, open_published
+from megatron_lite.hf.published.stack import Stack, write_stack
 from megatron_lite.hf.published.systems import published_system
 from megatron_lite.hf.published.tensor_map import to_ours
+from megatron_lite.hf.published.verify import class_checks
+from megatron_lite.hf.published.verify_inputs import in_batch_order, is_token, text_batch, their_output
 from megatron_lite.inference.open_run import OpenRun
 from megatron_lite.models.electra.config import generator_of, is_detached
 from megatron_lite.models.electra.model import Electra
@@ -72,69 +66,67 @@ discriminator = {discriminator}.from_pretrained("PATH/discriminator")"""
 class ElectraFormat(HuggingFaceFormat):
     """The pair of directories."""
 
-    beyond_glm = "a generator and a discriminator"
-
     def is_format_of(self, directory: Path) -> bool:
         names = GENERATOR_DIRECTORY, DISCRIMINATOR_DIRECTORY
         return all((directory / name / CONFIG_JSON).exists() for name in names)
 
-    def write(self, directory: Path, run: OpenRun, dtype: str, max_shard_bytes: int) -> None:
-        checkpoint, config = with_full_word_embedding(run.checkpoint), run.config
-        weights = Weights(checkpoint.shapes, weight_reader(checkpoint))
-        check_shapes(weights, model_spec(config).shapes(config), checkpoint.path)
-        kept_files = checkpoint.path.parent.parent / IMPORTED_FILES
-        generator = generator_of(config)
-        for name, stack, shapes, kept in (
+    def write(
+        self, directory: Path, run: OpenRun, weights: Weights, dtype: str, max_shard_bytes: int
+    ) -> Checks:
+        path, config = run.checkpoint.path, run.config
+        whole = Weights(weights.shapes, weight_reader(with_full_word_embedding(run.checkpoint)))
+        kept_files, generator = path.parent.parent / IMPORTED_FILES, generator_of(config)
+        for name, model, shapes, kept in (
             (GENERATOR_DIRECTORY, generator, parameter_shapes(generator), kept_files / GENERATOR_DIRECTORY),
             (DISCRIMINATOR_DIRECTORY, config.model, discriminator_shapes(config.model), kept_files),
         ):
             ours = {parameter: _run_name(name, parameter, is_detached(config)) for parameter in shapes}
-            origin = f"the {name} of {checkpoint.path}"
-            described = Stack(stack, weights.renamed(ours), run.tokenizer, kept, origin)
+            stack = Stack(model, whole.renamed(ours), run.tokenizer, kept, f"the {name} of {path}")
             (directory / name).mkdir()
-            write_stack(directory / name, described, dtype, max_shard_bytes)
+            write_stack(directory / name, stack, dtype, max_shard_bytes)
         (directory / "README.md").write_text(_card(run), encoding="utf-8")
+        return partial(pair_checks, directory, config)
 
-    def read(
-        self, source: Path, output: Path, tree: Mapping[str, Any], *, verify: bool, tolerance: float
-    ) -> proof.Proof | None:
-        with new_directory(output) as directory:
-            discriminator = open_published(source / DISCRIMINATOR_DIRECTORY, discriminator_shapes)
-            generator = open_published(source / GENERATOR_DIRECTORY)
-            copy_imported_files(discriminator, directory / IMPORTED_FILES)
-            copy_imported_files(generator, directory / IMPORTED_FILES / GENERATOR_DIRECTORY)
-            sizes_of_generator = {
-                "generator_size": generator.settings["hidden_size"] / discriminator.settings["hidden_size"],
-                "generator_heads": generator.settings["num_attention_heads"],
-                "generator_layers": generator.settings["num_layers"],
-                "embeddings": "detached" if discriminator.settings["system"] == "deberta_v3" else "shared",
-            }
-            defaults = {
-                "objectives": {"electra": 1},
-                # 50 is the paper's weight of the discriminator's loss.
-                "training": {"loss_normalization": "per_objective", "loss_weights": {"replaced": 50.0}},
-                "electra": sizes_of_generator,
-            }
-            config = build_import_config(discriminator, directory, merge(defaults, tree), verify)
-            require_same_model("the generator", generator_of(config), generator)
-            weights = _join_stacks(generator, discriminator, source, config)
-            check_shapes(weights, model_spec(config).shapes(config), source)
-            checkpoint = read_checkpoint(write_imported_run(directory, output, weights, config))
-            if not verify:
-                return None
-            return proof.joined(
-                prove(checkpoint, config, source, "fp32", tolerance, f"the import of {source}")
-            )
-
-    def prove(self, run: OpenRun, directory: Path, dtype: str, tolerance: float) -> Report:
-        comparisons = prove(
-            run.checkpoint, run.config, directory, dtype, tolerance, f"the export of {run.checkpoint.path}"
-        )
-        tokenizers = {
-            name: prove_exported(run.tokenizer, directory / name).as_record()
-            for name in (GENERATOR_DIRECTORY, DISCRIMINATOR_DIRECTORY)
+    def read(self, source: Path, directory: Path, tree: Mapping[str, Any], *, verify: bool) -> Imported:
+        discriminator = open_published(source / DISCRIMINATOR_DIRECTORY, discriminator_shapes)
+        generator = open_published(source / GENERATOR_DIRECTORY)
+        copy_imported_files(discriminator, directory / IMPORTED_FILES)
+        copy_imported_files(generator, directory / IMPORTED_FILES / GENERATOR_DIRECTORY)
+        sizes_of_generator = {
+            "generator_size": generator.settings["hidden_size"] / discriminator.settings["hidden_size"],
+            "generator_heads": generator.settings["num_attention_heads"],
+            "generator_layers": generator.settings["num_layers"],
+            "embeddings": "detached" if discriminator.settings["system"] == "deberta_v3" else "shared",
         }
-        return Report(comparisons, tolerance, tokenizers)
+        defaults = {
+            "objectives": {"electra": 1},
+            # 50 is the paper's weight of the discriminator's loss.
+            "training": {"loss_normalization": "per_objective", "loss_weights": {"replaced": 50.0}},
+            "electra": sizes_of_generator,
+        }
+        config = import_config(discriminator, directory, merge(defaults, tree), verify)
+        require_same_model("the generator", generator_of(config), generator)
+        weights = _join_stacks(generator, discriminator, source, config)
+        check_shapes(weights, model_spec(config).shapes(config), source)
+        return Imported(config, weights, partial(pair_checks, source, config))
+
+    @torch.no_grad()
+    def load(self, run: OpenRun, dtype: torch.dtype) -> Electra:
+        """The model as its directories have it: a discriminator whose word table is whole, not a difference."""
+        model = Electra(*model_spec(run.config).made_of(run.config)[1:])
+        if is_detached(run.config):
+            words = VocabParallelEmbedding(run.config.model, model.encoder.parallel)
+            model.encoder.embedding.word_embeddings = words
+        read = weight_reader(with_full_word_embedding(run.checkpoint))
+        for name, parameter in model.named_parameters():
+            weight = read(name).to(dtype).float()
+            parameter.zero_()  # the rows that pad the vocabulary too
+            parameter[: len(weight)] = weight
+        return model.eval()
+
+    def compare_tokenizers(self, run: OpenRun, directory: Path) -> dict[str, TokenizerComparison]:
+        names = GENERATOR_DIRECTORY, DISCRIMINATOR_DIRECTORY
+        return {name: compare_exported(run.tokenizer, directory / name) for name in names}
 
 
 HUGGINGFACE_FORMAT = ElectraFormat()
@@ -211,69 +203,34 @@ def _join_stacks(
     return Weights(shapes, read)
 
 
-# Proof
-
-
-def prove(
-    checkpoint: Checkpoint, config: Config, directory: Path, dtype: str, tolerance: float, what: str
-) -> dict[str, proof.Proof]:
-    """Compare a checkpoint's model with the classes of a directory. Args: dtype: in which its weights are written."""
-    return proof.prove(
-        lambda computed: _ask(directory, config, computed),
-        lambda: _load(checkpoint, config, lambda weight: weight.to(DTYPES[dtype]).float()),
-        tolerance,
-        what,
-        checkpoint.shapes,
-    )
-
-
 @torch.no_grad()
-def _load(checkpoint: Checkpoint, config: Config, change: Callable[[torch.Tensor], torch.Tensor]) -> Electra:
-    """The model as its directories have it: a discriminator whose word table is whole, not a difference."""
-    model = Electra(*model_spec(config).made_of(config)[1:])
-    if is_detached(config):
-        words = VocabParallelEmbedding(config.model, model.encoder.parallel)
-        model.encoder.embedding.word_embeddings = words
-    read = weight_reader(with_full_word_embedding(checkpoint))
-    for name, parameter in model.named_parameters():
-        weight = change(read(name))
-        parameter.zero_()  # the rows that pad the vocabulary too
-        parameter[: len(weight)] = weight
-    return model.eval()
-
-
-@torch.no_grad()
-def _ask(directory: Path, config: Config, dtype: torch.dtype) -> list[proof.Question]:
+def pair_checks(directory: Path, config: Config, dtype: torch.dtype) -> list[Check]:
     """What the classes of both directories compute, in `dtype`."""
 
-    def ask_stack(name: str, stack: ModelConfig, attribute: str) -> list[proof.Question]:
+    def of_stack(name: str, stack: ModelConfig, attribute: str) -> list[Check]:
         class_name = transformers_class_name(published_system(stack), stack)
-        questions = ask_published(directory / name, class_name, stack, dtype=dtype)
-        return [replace(each, compute=functools.partial(_compute_by, attribute, each)) for each in questions]
+        checks = class_checks(directory / name, class_name, stack, dtype)
+        return [replace(each, compute=partial(_compute_by, attribute, each)) for each in checks]
 
-    questions, model = ask_stack(GENERATOR_DIRECTORY, generator_of(config), "generator"), config.model
+    checks, model = of_stack(GENERATOR_DIRECTORY, generator_of(config), "generator"), config.model
     # transformers has no class with DeBERTa-v3's head for replaced tokens: the body's hidden states are compared.
     if model.system == "deberta_v3":
-        return questions + ask_stack(DISCRIMINATOR_DIRECTORY, model, "encoder")
+        return checks + of_stack(DISCRIMINATOR_DIRECTORY, model, "encoder")
     class_name = transformers_class_name(published_system(model), model)
     theirs = load_class(directory / DISCRIMINATOR_DIRECTORY, class_name, dtype)
-    batch = proof_batch(model)
-    is_token = torch.from_numpy(batch[:, DOC] >= 0)
-    expected = their_output(theirs, model, batch)["logits"][is_token]
+    batch = text_batch(model)
+    expected = their_output(theirs, model, batch)["logits"][is_token(batch)]
 
     def token_scores(ours: Electra) -> torch.Tensor:
         """The discriminator's scores of the batch's tokens, fp32 [tokens, 1]."""
         cpu = torch.device("cpu")
         prepared = prepare(Batch(batch), cpu, model, kernel="dense")
-        # The plan has its own order of the tokens, in which -1 is padding; scores go back to the batch's order.
-        order, scores = torch.from_numpy(prepared.plan.order), ours.scores(prepared.to(cpu))
-        in_batch = scores.new_zeros(batch.shape[0] * batch.shape[2])
-        in_batch[order[order >= 0]] = scores[order >= 0]
-        return in_batch.view(len(batch), -1)[is_token][:, None]
+        scores = in_batch_order(ours.scores(prepared.to(cpu))[:, None], prepared.plan.order, batch)
+        return scores[is_token(batch)]
 
-    return [*questions, proof.Question("replaced", expected[:, None], token_scores)]
+    return [*checks, Check("replaced", expected[:, None], token_scores)]
 
 
-def _compute_by(attribute: str, question: proof.Question, model: Electra) -> torch.Tensor:
-    """A question to one stack, asked of the whole model."""
-    return question.compute(getattr(model, attribute))
+def _compute_by(attribute: str, check: Check, model: Electra) -> torch.Tensor:
+    """A check of one stack, with the whole model."""
+    return check.compute(getattr(model, attribute))

@@ -26,31 +26,28 @@ from data_utils.common.settings import build, merge
 from data_utils.common.untrusted import conform
 from data_utils.tokenizers.tokenizer import load_tokenizer
 from data_utils.tokenizers.tokenizer_readers import read_files
-from megatron_lite.checkpoint.read import weight_reader
 from megatron_lite.config.tree import Config
-from megatron_lite.hf.files.config_json import CONFIG_JSON, Rate, Size, check_sizes
-from megatron_lite.hf.files.first_checkpoint import write_imported_run
-from megatron_lite.hf.files.model_card import write_card
-from megatron_lite.hf.files.provenance import provenance
-from megatron_lite.hf.files.system_table import TensorRule, prefixed
-from megatron_lite.hf.files.weights import (
+from megatron_lite.hf.common.config_json import CONFIG_JSON, Rate, Size, check_sizes
+from megatron_lite.hf.common.imported_run import with_sizes
+from megatron_lite.hf.common.model_card import write_card
+from megatron_lite.hf.common.model_format import HuggingFaceFormat, Imported
+from megatron_lite.hf.common.provenance import provenance
+from megatron_lite.hf.common.system_table import TensorRule, prefixed
+from megatron_lite.hf.common.weights import (
     DTYPES,
     IMPORTED_FILES,
     Weights,
     check_shapes,
-    new_directory,
     open_directory,
     read_json,
     write_json,
     write_sharded,
 )
-from megatron_lite.hf.model_format import HuggingFaceFormat
+from megatron_lite.hf.published.import_config import check_vocabulary, require_same_model
 from megatron_lite.hf.published.read_config import model_settings
-from megatron_lite.hf.published.runs import check_vocabulary, require_same_model
 from megatron_lite.hf.published.source import PublishedSource
 from megatron_lite.hf.published.systems import BERT
 from megatron_lite.hf.published.tensor_map import normalize_names, tensor_mappings, to_ours, to_theirs
-from megatron_lite.hf.published.usual import with_sizes
 from megatron_lite.inference.open_run import OpenRun
 from megatron_lite.models.ernie_thu.model_spec import section_of
 from megatron_lite.transformer.build import model_spec
@@ -83,8 +80,7 @@ SYSTEM = replace(
 )
 _ACTIVATIONS = {"gelu": "gelu_erf", "relu": "relu"}
 _CARD = """A BERT with entity states ({name}, arXiv:1905.07129), in the layout of its repository. {origin}"""
-_EXAMPLE = """import torch
-from safetensors.torch import load_file
+_EXAMPLE = """from safetensors.torch import load_file
 
 torch.save(load_file("PATH/model.safetensors"), "PATH/pytorch_model.bin")  # for BertForPreTraining of thunlp/ERNIE"""
 
@@ -110,38 +106,36 @@ class _Described(TypedDict):
 class ErnieFormat(HuggingFaceFormat):
     """The layout of the published repository."""
 
-    beyond_glm = "entity states"
-    unprovable = f"transformers has no class of {_NAME} to compare with"
+    unverifiable = f"transformers has no class of {_NAME} to compare with"
 
     def is_format_of(self, directory: Path) -> bool:
         return (directory / ERNIE_CONFIG).exists() and not (directory / CONFIG_JSON).exists()
 
-    def write(self, directory: Path, run: OpenRun, dtype: str, max_shard_bytes: int) -> None:
-        config, path = run.config, run.checkpoint.path
-        model, section = config.model, section_of(config)
-        activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
+    def require_model(self, run: OpenRun) -> None:
+        model, tokenizer = run.config.model, run.tokenizer.config
         for problem, is_there in (
-            (f"the head of a task ({model.task_head})", model.task_head != "none"),
-            ("no label of two sentences", not section.next_sentence),
-            (f"model.activation {model.activation}", model.activation not in activations),
+            (f"the head of a task ({model.task_head.type})", model.task_head.type != "none"),
+            ("no label of two sentences", not section_of(run.config).next_sentence),
+            (f"model.activation {model.activation}", model.activation not in _ACTIVATIONS.values()),
             (f"model.layernorm_epsilon {model.layernorm_epsilon}", model.layernorm_epsilon != 1e-12),
-            (f"the tokenizer {run.tokenizer.config.kind}", run.tokenizer.config.kind != "bert_wordpiece"),
-            ("tokens that its vocab.txt lacks", run.tokenizer.config.added_tokens != "none"),
+            (f"the tokenizer {tokenizer.kind}", tokenizer.kind != "bert_wordpiece"),
+            ("tokens that its vocab.txt lacks", tokenizer.added_tokens != "none"),
         ):
             if is_there:
                 raise CheckpointError(
-                    f"checkpoint {path} has {problem}, which the published layout of {_NAME} does not have; use the "
-                    "run itself."
+                    f"checkpoint {run.checkpoint.path} has {problem}, which the published layout of {_NAME} does not "
+                    "have; use the run itself."
                 )
-        weights = Weights(run.checkpoint.shapes, weight_reader(run.checkpoint))
-        check_shapes(weights, model_spec(config).shapes(config), path)
+
+    def write(
+        self, directory: Path, run: OpenRun, weights: Weights, dtype: str, max_shard_bytes: int
+    ) -> None:
+        model, section = run.config.model, section_of(run.config)
         theirs = to_theirs(weights, tensor_mappings(SYSTEM, weights.shapes, model), None, SYSTEM)
-        words = SYSTEM.ties[TIED]
-        shapes = {**theirs.shapes, TIED: theirs.shapes[words]}
         # The published code reads the tied matrix of the head from the file too.
-        with_tied = Weights(shapes, lambda name: theirs.read(words if name == TIED else name))
-        write_sharded(directory, with_tied, DTYPES[dtype], max_shard_bytes)
-        imported = path.parent.parent / IMPORTED_FILES / ERNIE_CONFIG
+        names = {name: name for name in theirs.shapes} | {TIED: SYSTEM.ties[TIED]}
+        write_sharded(directory, theirs.renamed(names), DTYPES[dtype], max_shard_bytes)
+        activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
         described = {
             "vocab_size": model.vocab_size, "hidden_size": model.hidden_size, "num_hidden_layers": model.num_layers,
             "num_attention_heads": model.num_attention_heads, "intermediate_size": model.inner_size,
@@ -153,47 +147,41 @@ class ErnieFormat(HuggingFaceFormat):
         if section.heads != _PUBLISHED_HEADS:
             described[HEADS] = section.heads
         # Fields of the imported file that the model does not decide stay as they were.
+        imported = run.checkpoint.path.parent.parent / IMPORTED_FILES / ERNIE_CONFIG
         base = read_json(imported) if imported.exists() else {}
         write_json(directory / ERNIE_CONFIG, {**base, **described})
         (directory / VOCABULARY).write_bytes(read_files(run.tokenizer.config)["vocab.txt"])
         origin = provenance(run, "entities")
         introduction = _CARD.format(name=_NAME, origin=origin)
-        words_of_card = {"tags": "- ernie", "title": _NAME, "introduction": introduction, "example": _EXAMPLE}
-        card = write_card(run, words_of_card, origin.is_imported)
+        words = {"tags": "- ernie", "title": _NAME, "introduction": introduction, "example": _EXAMPLE}
+        card = write_card(run, words, origin.is_imported)
         (directory / "README.md").write_text(card, encoding="utf-8")
+        return None
 
-    def read(
-        self, source: Path, output: Path, tree: Mapping[str, Any], *, verify: bool, tolerance: float
-    ) -> None:
-        with new_directory(output) as directory:
-            described, (theirs, problems) = (
-                _described(source),
-                normalize_names(open_directory(source), SYSTEM),
-            )
-            if problems:
-                raise CheckpointError(f"{source}: {' '.join(problems)}")
-            bert = {name: value for name, value in described.items() if name not in ("layer_types", HEADS)}
-            settings = model_settings(SYSTEM, bert, theirs, source) | {"sentence_classes": 2}
-            check_sizes(source, settings, theirs, ERNIE_CONFIG)
-            kept = directory / IMPORTED_FILES
-            kept.mkdir()
-            for name in (ERNIE_CONFIG, VOCABULARY):
-                if (source / name).exists():
-                    shutil.copyfile(source / name, kept / name)
-            config = _config(source, kept, settings, _section(source, described, theirs), tree)
-            shapes = model_spec(config).shapes(config)
-            mappings = tensor_mappings(SYSTEM, shapes, config.model)
-            published = PublishedSource(source, SYSTEM, settings, theirs, mappings, Weights({}, theirs.read))
-            require_same_model("model", config.model, published)
-            expected = to_theirs(Weights(shapes, theirs.read), mappings, None, SYSTEM).shapes
-            check_shapes(theirs, expected, source, _NAME)
-            assert config.tokenizer is not None
-            check_vocabulary(load_tokenizer(config.tokenizer), published)
-            ours = to_ours(theirs, mappings)
-            weights = Weights(
-                {name: ours.shapes[name] for name in shapes}, lambda name: ours.read(name).float()
-            )
-            write_imported_run(directory, output, weights, config)
+    def read(self, source: Path, directory: Path, tree: Mapping[str, Any], *, verify: bool) -> Imported:
+        described, (theirs, problems) = _described(source), normalize_names(open_directory(source), SYSTEM)
+        if problems:
+            raise CheckpointError(f"{source}: {' '.join(problems)}")
+        bert = {name: value for name, value in described.items() if name not in ("layer_types", HEADS)}
+        settings = model_settings(SYSTEM, bert, theirs, source) | {"sentence_classes": 2}
+        check_sizes(source, settings, theirs, ERNIE_CONFIG)
+        kept = directory / IMPORTED_FILES
+        kept.mkdir()
+        for name in (ERNIE_CONFIG, VOCABULARY):
+            if (source / name).exists():
+                shutil.copyfile(source / name, kept / name)
+        config = _config(source, kept, settings, _section(source, described, theirs), tree)
+        shapes = model_spec(config).shapes(config)
+        mappings = tensor_mappings(SYSTEM, shapes, config.model)
+        published = PublishedSource(source, SYSTEM, settings, theirs, mappings, Weights({}, theirs.read))
+        require_same_model("model", config.model, published)
+        expected = to_theirs(Weights(shapes, theirs.read), mappings, None, SYSTEM).shapes
+        check_shapes(theirs, expected, source, _NAME)
+        assert config.tokenizer is not None
+        check_vocabulary(load_tokenizer(config.tokenizer), published)
+        ours = to_ours(theirs, mappings)
+        weights = Weights({name: ours.shapes[name] for name in shapes}, lambda name: ours.read(name).float())
+        return Imported(config, weights, None)
 
 
 HUGGINGFACE_FORMAT = ErnieFormat()
@@ -246,13 +234,13 @@ def _config(
             )
     if not (kept / VOCABULARY).exists() and "path" not in (tree.get("tokenizer") or {}):
         raise CheckpointError(f"{path} has no {VOCABULARY}; fetch it, or set tokenizer.path.")
-    usual = {
+    defaults = {
         "tokenizer": {"kind": "bert_wordpiece", "path": str(kept / VOCABULARY), "added_tokens": "none"},
         "objectives": {"entities": 1},
         "training": {"loss_normalization": "per_objective"},
     }
     sections = {"model": {**settings, **(tree.get("model") or {})}, "entities": {**given, **section}}
-    whole = merge(merge(usual, tree), sections)
+    whole = merge(merge(defaults, tree), sections)
     config = build(Config, with_sizes(path, settings, whole))
     if not any(choice.name == "entities" for choice in config.objective_choices):
         raise ConfigError(f"{path} has entities; set objectives to {{entities: 1}}, or leave it out.")

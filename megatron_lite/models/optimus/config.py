@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from data_utils.common.settings import merge
 from data_utils.objectives.optimus import OptimusConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
@@ -29,4 +30,5 @@ def encoder_alone(tree: Mapping[str, Any]) -> dict[str, Any]:
     kept = {name: value for name, value in tree.items() if name not in _PAIR_SECTIONS}
     is_pooled = tree["optimus"]["feature"] == "pooler"
     kept["data"] = {**tree["data"], "train": [], "validation": []}  # pairs of encoder and decoder text
-    return {**kept, "objectives": {"masked_lm": 1}, "model": {**tree["model"], "task_pooler": is_pooled}}
+    model = merge(tree["model"], {"task_head": {"pooler": is_pooled}})
+    return {**kept, "objectives": {"masked_lm": 1}, "model": model}

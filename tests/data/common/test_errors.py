@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from support.project import ROOT
@@ -100,6 +101,13 @@ def test_every_rank_prints_its_error_without_secrets_and_on_one_line(capsys):
     first, second = capsys.readouterr().err.splitlines()
     assert first == second.replace("error: ", "error: rank 1 on host: ")
     assert "word" not in first and r"a\nb\x1b[31m; correct it." in first
+
+
+def test_an_error_is_written_at_once_so_that_lines_of_two_ranks_stay_apart(monkeypatch):
+    pieces = []
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=pieces.append, flush=lambda: None))
+    print_error(DataError("a is 1"))
+    assert pieces == ["error: a is 1\n"]
 
 
 def test_names_from_files_stay_on_the_line_of_the_error(capsys):

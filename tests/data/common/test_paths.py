@@ -36,7 +36,7 @@ NO_PATHS = {  # what else has such a word: a number, a switch, a name
         "data.validation",
         "tasks",
     ),
-    *("prefix_lm.min_prefix_ratio", "prefix_lm.max_prefix_ratio", "finetune.evaluations_per_epoch"),
+    "finetune.evaluations_per_epoch",
 }
 
 

@@ -133,7 +133,6 @@ MORE_SHARES = [
     ("t5", {"noise_ratio": 0.5, "mean_span_length": 2.0}),
     ("bart", {"masked_ratio": 0.6}),
     ("xlnet", {"tokens_per_target": 3}),
-    ("prefix_lm", {"min_prefix_ratio": 0.5, "max_prefix_ratio": 0.6}),
     ("unilmv2", {"masked_ratio": 0.4}),
 ]  # fmt: skip
 

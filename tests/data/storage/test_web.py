@@ -206,7 +206,7 @@ def test_secrets_are_in_no_file_and_no_message(tmp_path, capfd):
         build([named], tmp_path / "named")
         assert dataset_bytes(tmp_path / "named")
         server.needed = "another"
-        script = [sys.executable, "scripts/train_tokenizer.py", "--kind", "byte_bpe", "--vocab-size", "300"]
+        script = [sys.executable, "scripts/train_tokenizer.py", "--kind", "hf_json", "--vocab-size", "300"]
         for arguments in (["--input", named], ["--input", "ftp://u:CANARY2@h/a.txt"], ["--inptu", signed[0]]):
             command = [*script, "--output", str(tmp_path / "tokenizer"), *arguments]
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -286,7 +286,7 @@ def test_other_commands_read_urls(tmp_path, files):
     with serving(served(files), cuts=0.85) as server:
         for name, inputs in (("local", local), ("remote", [f"{server.url}/a.jsonl"])):
             split_sentences.main(["--input", *inputs, "--output", str(tmp_path / f"{name}.txt")])
-            options = ["--kind", "byte_bpe", "--vocab-size", "400", "--output", str(tmp_path / name)]
+            options = ["--kind", "hf_json", "--vocab-size", "400", "--output", str(tmp_path / name)]
             train_tokenizer.main(["--input", *inputs, *options])
     assert (tmp_path / "local.txt").read_bytes() == (tmp_path / "remote.txt").read_bytes()
     for written in (tmp_path / "local").iterdir():

@@ -29,7 +29,7 @@ from data_utils.loader.loader import open_datasets
 from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.config.tree import Config
 from megatron_lite.finetune.setup import load_tree, prepare
-from megatron_lite.hf.published.proof import our_output, texts_to_batch
+from megatron_lite.hf.published.verify_inputs import our_output, texts_to_batch
 from megatron_lite.inference.open_run import load_run
 from megatron_lite.telemetry.records import read_metrics
 
