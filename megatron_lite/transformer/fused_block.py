@@ -153,7 +153,7 @@ class BlockConstants(NamedTuple):
     """
 
     block: FusedParameters
-    x_bias: nn.Parameter | None  # that x lacks: of the block before
+    x_bias: torch.Tensor | None  # that x lacks: of the block before
     x_dropout: FeatureDropout | tuple[None, int, float]  # or NO_DROPOUT
     attended_dropout: FeatureDropout | tuple[None, int, float]
     attention_p: float  # probability of dropout
@@ -305,6 +305,7 @@ def _attention_backward(
             qkv_sums = d_qkv.sum(0, dtype=torch.float32, keepdim=True)
         sums.append(_PartialSums(qkv_sums, (block.qkv.bias,)))
     if forward.heads is not None:
+        assert scale_sums is not None
         sums.append(_PartialSums(scale_sums, (block.transform.query_scale, block.transform.key_scale)))
     d_normed = torch.mm(d_qkv, block.qkv.weight)
     block.qkv.accumulate(d_qkv, forward.normed)
@@ -322,7 +323,7 @@ def _norm_backward(
     norm: _Norm,
     stats: torch.Tensor,
     dropout: FeatureDropout | tuple[None, int, float],
-    x_bias: nn.Parameter | None,
+    x_bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, _PartialSums]:
     """The gradients of the two terms of a sum, residual and branch, from those of the sum and of its norm."""
     d_residual, d_branch, sums = add_norm_backward_kernel(
