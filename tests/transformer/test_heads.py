@@ -29,6 +29,7 @@ from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.plain import make_engine
 from megatron_lite.train.callbacks.gradient_norms import GradientNorms
+from megatron_lite.train.loss_normaliser import mean_scales
 from megatron_lite.transformer.batch import Batch
 from megatron_lite.transformer.flops import parameter_count, step_flops
 from megatron_lite.transformer.init import initialize_parameters
@@ -369,7 +370,7 @@ def test_losses_become_means_of_their_own_rows():
     before = batch.copy()
     halves = [Batch(half) for half in np.split(batch, 2)]
     assert totals == pytest.approx(sum(half.loss_divisors(len(totals)) for half in halves))
-    weighed = [half.as_means(factors, totals) for half in halves]
+    weighed = [half.with_scaled_weights(mean_scales(factors, totals)) for half in halves]
     weights = np.concatenate([half.weights for half in weighed])
     for i, total in enumerate(totals):
         found = weights[batch[:, OBJECTIVE] == i].sum()
