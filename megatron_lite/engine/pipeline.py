@@ -58,7 +58,7 @@ from megatron_lite.transformer.loss import ChunkedLogits, loss_logits, sum_losse
 from megatron_lite.transformer.micro_batch import MicroBatch
 from megatron_lite.transformer.norms import final_layernorm
 from megatron_lite.transformer.position_bias import Table, relative_tables
-from megatron_lite.transformer.residual import Hidden, Residual, materialize
+from megatron_lite.transformer.residual import Hidden, materialize
 from megatron_lite.transformer.tensor_parallel import TensorParallel, VocabParallelEmbedding
 
 _HeadOutputs = tuple[torch.Tensor, torch.Tensor]  # the vectors that predict tokens, class logits
