@@ -187,9 +187,7 @@ class _PartialSums(NamedTuple):
     """Sums over tokens that a kernel has left to be finished."""
 
     sums: torch.Tensor  # fp32 [P, ..]
-    parameters: tuple[
-        nn.Parameter | None, ...
-    ]  # whose gradients they are, side by side; None = there is none
+    parameters: tuple[Any, ...]  # whose gradients they are, side by side; None = there is none
 
 
 class FusedBlock(torch.autograd.Function):
