@@ -308,10 +308,9 @@ def score_of(task, directory, score):
     return evaluations.little_learnt(metrics, results)
 
 
-RECALL = [
-    "task.kind=seq2seq", "task.target_length=4", "task.reader=synthetic", "task.labels=[]",
-    "task.train=recall:pairs=2,samples=64,seed=1", "task.validation=['recall:pairs=2,samples=100,seed=2']",
-]  # fmt: skip
+RECALL = ["task.kind=seq2seq", "task.target_length=4", "task.reader=synthetic",
+    "task.train=recall:pairs=2,samples=64,seed=1",
+    "task.validation=['recall:pairs=2,samples=100,seed=2']", "task.labels=[]"]  # fmt: skip
 
 
 @pytest.mark.parametrize(
