@@ -38,6 +38,7 @@ from data_utils.tokenizers.tokenizer_readers import TokenizerConfig
 from megatron_lite.config.deepspeed_file import with_deepspeed
 from megatron_lite.config.deepspeed_options import deepspeed_options
 from megatron_lite.config.deepspeed_table import table
+from megatron_lite.config.embedding import EmbeddingConfig
 from megatron_lite.config.finetuning import FinetuneConfig
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.model import ModelConfig
@@ -97,6 +98,7 @@ class Config:
     )
     finetune: FinetuneConfig = section(FinetuneConfig)
     generation: GenerationConfig = section(GenerationConfig)
+    embedding: EmbeddingConfig = section(EmbeddingConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     timeouts: TimeoutsConfig = section(TimeoutsConfig)
     run: RunConfig = section(RunConfig)

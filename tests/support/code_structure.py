@@ -39,6 +39,7 @@ PACKAGES = (
     "megatron_lite.report",
     "megatron_lite.estimate",
     "megatron_lite.inference",
+    "megatron_lite.embedding",
     "megatron_lite.hf.common",
     "megatron_lite.hf.published",
     "megatron_lite.hf.glm",
