@@ -93,8 +93,6 @@ class ContrastiveConfig(RowSizes):
     )
 
     own_corpora = TEXT_PAIRS
-    model_module = "megatron_lite.models.contrastive.model_spec"
-    own_model_advice = "is trained by the vectors of pairs of texts."
 
     def __post_init__(self) -> None:
         for side, length in zip(("query", "document"), self.text_lengths, strict=True):
@@ -122,6 +120,12 @@ class ContrastiveConfig(RowSizes):
     def check_run(self, config: Any) -> None:
         """Raise ConfigError unless each global batch can be of one corpus, and all are of one size."""
         check_corpora(config)
+        normalization = config.training.loss_normalization
+        check(
+            normalization != "mean_of_means",
+            f"training.loss_normalization is {normalization}, but the loss of contrastive is of a global batch, not of "
+            "micro-batches; set it to global_tokens or per_objective.",
+        )
         size, ramp = config.batch.global_batch_size, config.batch.ramp
         check(
             ramp is None and not any("ramp" in phase.batch for phase in config.phases),

@@ -578,7 +578,31 @@ LORA = (
     ),
 )
 
+PROCESSES = (
+    Plant(
+        "a second start goes on in the directory of a run that trains",
+        "megatron_lite/runtime/lease.py",
+        "    if locked is False:\n        raise LeaseError",
+        "    if False:\n        raise LeaseError",
+        ("tests/train/test_lease.py::test_a_killed_holder_does_not_keep_the_lease",),
+    ),
+    Plant(
+        "a holder on another machine counts as dead because its lock is not seen",
+        "megatron_lite/runtime/lease.py",
+        "locked = False if _is_renewed(path, descriptor) else _lock(descriptor)",
+        "locked = _lock(descriptor)",
+        ("tests/train/test_lease.py::test_a_living_holder_on_another_machine_is_seen_by_its_renewals",),
+    ),
+    Plant(
+        "the rank that has died is not named",
+        "megatron_lite/runtime/watchdog.py",
+        "if beat.section != Section.EXIT and beat.process_has_died]",
+        "if False]",
+        ("tests/train/test_watchdog.py::test_a_rank_that_is_killed_is_named",),
+    ),
+)
+
 PLANTS = (
     *GRADIENTS, *LOSSES, *DROPOUT, *SAMPLES, *ROWS, *WINDOWS, *WIDTHS, *INSIDE, *OBJECTIVES, *STREAMS, *ELECTRA,
-    *KERNELS, *POSITIONS, *LORA, *EMBEDDINGS,
+    *KERNELS, *POSITIONS, *LORA, *PROCESSES, *EMBEDDINGS,
 )  # fmt: skip
