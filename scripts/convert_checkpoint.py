@@ -10,6 +10,7 @@ if __name__ == "__main__":
     import entry  # noqa: F401
 
 import argparse
+import importlib.util
 import json
 import re
 import shlex
@@ -89,6 +90,8 @@ def add_export_arguments(export: argparse.ArgumentParser) -> None:
     export.add_argument("--decoder-tokenizer", type=Path, help=text)
     text = "write the updates of LoRA alone, as files of peft, instead of merging them into the weights"
     export.add_argument("--adapter", action="store_true", help=text)
+    text = "also write what sentence-transformers needs: pooling, prompts, length (the section embedding)"
+    export.add_argument("--sentence-transformers", action="store_true", help=text)
     text = "upload the directory to this Hugging Face hub repository; created if it does not exist"
     export.add_argument("--push-to-hub", metavar="ORG/NAME", help=text)
     export.add_argument(
@@ -140,6 +143,7 @@ def main() -> None:
             verify=not arguments.no_verify,
             tolerance=TOLERANCE if arguments.tolerance is None else arguments.tolerance,
             adapter=arguments.adapter,
+            sentence_transformers=arguments.sentence_transformers,
         )
         tokenizers = arguments.tokenizer, arguments.decoder_tokenizer
         result = export_run(arguments.checkpoint, arguments.output, options, *tokenizers)
@@ -191,11 +195,26 @@ def require_options(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--tolerance is {tolerance}; it must be 0 or more.")
     if arguments.command == "export" and arguments.adapter:
         refuse_options_of_models(arguments, "--adapter writes the updates alone")
+    if arguments.command == "export" and arguments.sentence_transformers:
+        require_sentence_transformers(arguments)
     if arguments.command == "import" and (Path(arguments.input) / ADAPTER_CONFIG).exists():
         refuse_options_of_models(arguments, f"--input {arguments.input} is an adapter")
     if tolerance is not None and arguments.no_verify:
         raise ConfigError(
             f"--tolerance is {tolerance:g}, but --no-verify compares nothing; remove one of them."
+        )
+
+
+def require_sentence_transformers(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError for what does not go with --sentence-transformers, and without the package that proves it."""
+    if arguments.adapter or arguments.layout == "released":
+        raise ConfigError(
+            "--sentence-transformers writes a whole model in the layout huggingface; remove --adapter and --layout."
+        )
+    if not arguments.no_verify and importlib.util.find_spec("sentence_transformers") is None:
+        raise ConfigError(
+            "--sentence-transformers compares vectors with the package sentence-transformers; install it "
+            "(pip install sentence-transformers), or add --no-verify."
         )
 
 

@@ -13,6 +13,9 @@ samples without labels, in the format of the task's files.
 
 --minimal-pairs takes BLiMP's files as they are published, and needs no fine-tuning: how often does the acceptable
 sentence of two get the higher score?
+
+--sts, --retrieval and --reranking measure the vectors of texts (docs/embeddings.md), and take directories of
+sentence-transformers too.
 """
 
 from __future__ import annotations
@@ -61,6 +64,12 @@ def parse_arguments() -> argparse.Namespace:
     add("--score", choices=SCORES, help=text)
     text = "minimal pairs: only the first of each paradigm, for an estimate (default: all)"
     add("--pairs", type=int, metavar="COUNT", help=text)
+    text = "vectors: files of two sentences and a score, joined; Spearman's correlation; repeatable"
+    add("--sts", nargs="+", action="append", type=Path, default=[], metavar="FILE", help=text)
+    text = "vectors: directory of BEIR (corpus.jsonl, queries.jsonl, qrels/test.tsv); repeatable"
+    add("--retrieval", action="append", type=Path, default=[], metavar="DIR", help=text)
+    text = "vectors: JSON lines of query, positive and negative; repeatable"
+    add("--reranking", action="append", type=Path, default=[], metavar="FILE", help=text)
     add("--every-step", action="store_true", help="all checkpoints of each run instead of the latest")
     add("--tokenizer", type=Path, help="tokenizer path, if it moved since training")
     add("--batch", type=int, metavar="SAMPLES", help=f"batch size of a forward pass (default {BATCH})")
@@ -81,6 +90,12 @@ def parse_arguments() -> argparse.Namespace:
         raise ConfigError(
             "--minimal-pairs is no task, so --task and --predictions do not go with it; leave them out."
         )
+    others = (arguments.task, arguments.minimal_pairs, arguments.predictions, arguments.batch, arguments.plot)
+    if has_vectors(arguments) and any(each is not None for each in others):
+        raise ConfigError(
+            "--sts, --retrieval and --reranking measure vectors, with which --task, --minimal-pairs, --predictions, "
+            "--batch and --plot do not go; leave them out."
+        )
     if arguments.score is not None and arguments.minimal_pairs is None:
         raise ConfigError(
             "--score is how minimal pairs are scored; pass --minimal-pairs PATH, or leave it out."
@@ -94,6 +109,10 @@ def parse_arguments() -> argparse.Namespace:
     if arguments.batch is not None and arguments.batch < 1:
         raise ConfigError(f"--batch is {arguments.batch}; it must be a number of samples, at least 1.")
     return arguments
+
+
+def has_vectors(arguments: argparse.Namespace) -> bool:
+    return bool(arguments.sts or arguments.retrieval or arguments.reranking)
 
 
 def main() -> None:
@@ -121,6 +140,9 @@ def main() -> None:
         tree = merge(tree, {"task": {"validation": [], "test": [str(arguments.predict)]}})
     if arguments.minimal_pairs is not None:
         compare_pairs(arguments, given, tree)
+        return
+    if has_vectors(arguments):
+        measure_vectors(arguments, given, tree)
         return
     # Imported here: mistakes in the arguments must not wait for torch.
     from megatron_lite.finetune.checkpoints import evaluate, steps_of
@@ -170,6 +192,44 @@ def measure_validation(
             for corpora, values in found.items():
                 print(f"{path} | {corpora} | {validation_line(run.checkpoint.step, values)}", flush=True)
             measured.append({"checkpoint": str(path), "step": run.checkpoint.step, "validation": found})
+    if arguments.json is not None:
+        write_whole(arguments.json, (json.dumps(measured, indent=2) + "\n").encode(), "--json")
+
+
+def measure_vectors(arguments: argparse.Namespace, given: Sequence[Path], tree: Mapping[str, Any]) -> None:
+    """The vectors of every checkpoint, a line for each set of files."""
+    runs = [path for path in given if not is_export(path)]
+    if runs and set(tree) - {"embedding"}:
+        raise ConfigError(
+            f"settings of {', '.join(sorted(set(tree) - {'embedding'}))} are given, but the run {runs[0]} has its own; "
+            "remove them."
+        )
+    from data_utils.tasks.readers.similarity import read_reranking, read_retrieval, read_scored_pairs
+    from megatron_lite.embedding.scores import VectorScores, require_ir_measures
+    from megatron_lite.finetune.checkpoints import opened, steps_of
+
+    if arguments.retrieval or arguments.reranking:
+        require_ir_measures()
+    # All files first: a mistake in the last must not wait for the others' vectors.
+    tasks: list[tuple[str, str, Any]] = []
+    for files in arguments.sts:
+        pairs = read_scored_pairs(files)
+        name = files[0].name if len(files) == 1 else f"{files[0].name} and {len(files) - 1} more"
+        if pairs.without_score:
+            print(f"{name}: {pairs.without_score} lines without a score are left out")
+        tasks.append((name, "sts", pairs))
+    tasks += [(str(path), "retrieval", read_retrieval(path)) for path in arguments.retrieval]
+    tasks += [(str(path), "reranking", read_reranking(path)) for path in arguments.reranking]
+    measured: list[dict[str, Any]] = []
+    checkpoints = [each for path in given for each in (steps_of(path) if arguments.every_step else [path])]
+    for path in checkpoints:
+        with opened(path, arguments.tokenizer, tree) as run:
+            scores = VectorScores(run.with_model(), tree.get("embedding", {}))
+            for name, kind, task in tasks:
+                found = getattr(scores, kind)(task)
+                numbers = "  ".join(f"{measure} {value:.2f}" for measure, value in found.items())
+                print(f"{path} | {name} | {numbers}", flush=True)
+                measured.append({"checkpoint": str(path), "kind": kind, "name": name, "measures": found})
     if arguments.json is not None:
         write_whole(arguments.json, (json.dumps(measured, indent=2) + "\n").encode(), "--json")
 

@@ -52,6 +52,19 @@ class Row:
 
 TABLE = [
     Row("", TUTORIAL, "tutorial.md"),
+    Row("python scripts/embed.py", "tests/embedding/test_embed_command.py: needs a run of an encoder"),
+    Row(
+        "python scripts/convert_checkpoint.py import --input all-MiniLM",
+        "tests/embedding/test_sentence_transformers.py: needs released weights",
+    ),
+    Row(
+        "python scripts/convert_checkpoint.py export --checkpoint runs/minilm",
+        "tests/embedding/test_sentence_transformers.py: needs released weights",
+    ),
+    Row(
+        "python scripts/evaluate.py --checkpoint runs/minilm",
+        "tests/embedding/test_scores.py: needs files of benchmarks",
+    ),
     Row("python scripts/train_tokenizer.py", HERE),
     Row(
         "python scripts/preprocess_data.py --input 's3:", "tests/data/storage/test_buckets.py: needs a bucket"
@@ -64,6 +77,11 @@ TABLE = [
         "python scripts/preprocess_data.py --input https:",
         "tests/data/storage/test_web.py: needs a web server",
     ),
+    Row(
+        "python scripts/preprocess_data.py --text-pairs",
+        "tests/data/pairs/test_text_pair_builds.py: needs pairs of texts",
+    ),
+    Row("python scripts/mine_negatives.py", "tests/scripts/test_mine_negatives.py: needs vectors"),
     Row("python scripts/preprocess_data.py", HERE),
     Row("python scripts/split_sentences.py", HERE),
     Row("python scripts/dataset.py push", "tests/data/storage/test_datasets.py: needs a bucket"),

@@ -19,6 +19,7 @@ from megatron_lite.hf.common.verify import TOLERANCE, Comparison, compare_output
 from megatron_lite.hf.common.verify_report import Report, write_report
 from megatron_lite.hf.common.weights import DTYPES, Weights, check_shapes, new_directory
 from megatron_lite.hf.formats import format_of_run
+from megatron_lite.hf.sentence_transformers import compare_vectors, write_modules
 from megatron_lite.inference.open_run import open_run
 from megatron_lite.transformer.build import model_spec
 
@@ -41,6 +42,9 @@ class ExportOptions:
     tolerance: float = setting(TOLERANCE, "Maximum logit difference that passes verification.")
     adapter: bool = setting(
         False, "Write the updates of LoRA alone, as files of peft, instead of merging them."
+    )
+    sentence_transformers: bool = setting(
+        False, "Write what sentence-transformers needs to make vectors as the section embedding says."
     )
 
 
@@ -69,6 +73,8 @@ def export_run(
             write_adapter(directory, run, weights, options.dtype)
             return None
         checks = model_format.write(directory, run, weights, options.dtype, options.max_shard_bytes)
+        if options.sentence_transformers:
+            write_modules(directory, run)
         if not options.verify:
             write_report(directory, None)
             return None
@@ -81,6 +87,8 @@ def export_run(
             f"the export of {run.checkpoint.path}",
             run.checkpoint.shapes,
         )
+        if options.sentence_transformers:
+            comparisons |= compare_vectors(run, directory, options.tolerance, options.dtype, is_ours=True)
         write_report(directory, Report(comparisons, options.tolerance, tokenizers))
         return joined(comparisons)
 

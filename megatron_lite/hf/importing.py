@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from data_utils.common.settings import check
+from data_utils.common.settings import check, merge
 from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.tree import Config
@@ -25,6 +25,12 @@ from megatron_lite.hf.common.verify import TOLERANCE, Comparison, compare_output
 from megatron_lite.hf.common.weights import new_directory
 from megatron_lite.hf.formats import format_of_directory
 from megatron_lite.hf.glm.released_format import MegatronFormat, ReleasedFormat
+from megatron_lite.hf.sentence_transformers import (
+    compare_imported,
+    is_sentence_transformers,
+    read_settings,
+    require_same_tokens,
+)
 from megatron_lite.inference.open_run import OpenRun
 
 
@@ -47,6 +53,10 @@ def import_directory(
     Returns: the comparison, None without `verify`.
     Raises: CheckpointError, DataError or ConfigError; `output` then does not exist.
     """
+    modules = source if is_sentence_transformers(source) else None
+    if modules is not None:
+        source, settings = read_settings(modules)
+        tree = merge({"embedding": settings}, tree)
     model_format = format_of_directory(source)
     if copy_eop_to_gmask:
         check(
@@ -54,7 +64,7 @@ def import_directory(
             "--copy-eop-to-gmask is for weights in the released layout only.",
         )
         model_format = ReleasedFormat(copy_eop_to_gmask=True)
-    return _import(model_format, source, output, tree, verify, tolerance)
+    return _import(model_format, source, output, tree, verify, tolerance, modules)
 
 
 def import_megatron(
@@ -80,17 +90,21 @@ def _import(
     tree: Mapping[str, Any],
     verify: bool,
     tolerance: float,
+    modules: Path | None = None,
 ) -> Comparison | None:
+    """Args: modules: the directory of sentence-transformers that the source belongs to."""
     if verify:
         model_format.require_verifiable(source)
     # The directory gets its name only when everything in it is written and verified.
     with new_directory(output) as directory:
         imported = model_format.read(source, directory, tree, verify=verify)
         path = write_imported_run(directory, output, imported.weights, imported.config)
+        run = _opened(imported.config, path)
+        if modules is not None:
+            require_same_tokens(run, source)
         if not verify:
             return None
         assert imported.checks is not None  # `require_verifiable`
-        run = _opened(imported.config, path)
         comparisons = compare_outputs(
             imported.checks,
             lambda: model_format.load(run, torch.float32),
@@ -98,6 +112,8 @@ def _import(
             f"the import of {source}",
             run.checkpoint.shapes,
         )
+        if modules is not None:
+            comparisons |= compare_imported(run, modules, tolerance)
         return joined(comparisons)
 
 

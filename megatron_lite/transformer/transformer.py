@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.parallel.collectives import SINGLE
+from megatron_lite.parallel.collectives import SINGLE, gather_tokens
 from megatron_lite.transformer.attention_backends.interface import AttentionPlan, EncoderDecoderPlan
 from megatron_lite.transformer.block import stack
 from megatron_lite.transformer.embedding import Embedding
@@ -37,14 +37,15 @@ from megatron_lite.transformer.forward_context import (
     make_context,
     with_bias,
 )
-from megatron_lite.transformer.fused_block import Hidden, materialize
 from megatron_lite.transformer.kernels.dropout import Dropout
 from megatron_lite.transformer.lm_head import Heads
 from megatron_lite.transformer.loss import ChunkedLogits, loss_logits, prediction_losses, sum_losses
 from megatron_lite.transformer.micro_batch import MicroBatch
 from megatron_lite.transformer.norms import LayerNorm, RMSNorm, final_layernorm
+from megatron_lite.transformer.pooling import pool
 from megatron_lite.transformer.position_bias import Table, relative_tables
 from megatron_lite.transformer.predictions import task_outputs, token_scores
+from megatron_lite.transformer.residual import Hidden, materialize
 from megatron_lite.transformer.task_batch import TaskInputs
 from megatron_lite.transformer.task_losses import choice_scores, group_sums, task_loss, task_sums
 from megatron_lite.transformer.tensor_parallel import TensorParallel
@@ -114,15 +115,7 @@ class Transformer(TrainedModel):
         condition: Condition | None = None,
     ) -> torch.Tensor:
         """Output of the last block: [T, D], or [Td, D]. Args: condition: what the texts depend on."""
-        # tokens [B, S] or [T], ids [len(ID_FIELDS), B, S] -> [len(ID_FIELDS), T]: the blocks know one list of tokens.
-        context = make_context(
-            self.config, tokens.shape, ids.flatten(1), plan, dropout, self.parallel, condition
-        )
-        self.before_use(self.embedding)
-        if self.decoder_embedding is not None:
-            self.before_use(self.decoder_embedding)
-        # [T, D]; under sequence parallelism [T / ranks, D] from here to the final norm.
-        hidden = self.embedding(tokens.flatten(), ids.flatten(1), context, self.decoder_embedding)
+        hidden, context = self._embed(tokens, ids, plan, dropout, condition)
         if self.config.decoder_layers:
             hidden = self._run_encoder_decoder(hidden, context, ids[0].flatten())
         else:
@@ -132,6 +125,26 @@ class Transformer(TrainedModel):
         self.before_use(self.final_layernorm)
         self.before_use(self.heads)
         return hidden
+
+    def _embed(
+        self,
+        tokens: torch.Tensor,
+        ids: torch.Tensor,
+        plan: AttentionPlan | EncoderDecoderPlan,
+        dropout: Dropout | None,
+        condition: Condition | None = None,
+    ) -> tuple[torch.Tensor, ForwardContext]:
+        """Input of the first block, [T, D], and the inputs of all blocks besides it."""
+        # tokens [B, S] or [T], ids [len(ID_FIELDS), B, S] -> [len(ID_FIELDS), T]: the blocks know one list of tokens.
+        context = make_context(
+            self.config, tokens.shape, ids.flatten(1), plan, dropout, self.parallel, condition
+        )
+        self.before_use(self.embedding)
+        if self.decoder_embedding is not None:
+            self.before_use(self.decoder_embedding)
+        # [T, D]; under sequence parallelism [T / ranks, D] from here to the final norm.
+        hidden = self.embedding(tokens.flatten(), ids.flatten(1), context, self.decoder_embedding)
+        return hidden, context
 
     def _block(self, layer: int) -> nn.Module:
         # ALBERT's shared layers are one block called again, so that names and checkpoints need no exception.
@@ -174,13 +187,19 @@ class Transformer(TrainedModel):
         # Two matrices [Te, D] and [Td, D] between layers: in one, each block would copy the other's tokens.
         encoded, decoded = hidden.split(local_lengths(plan, self.parallel))
         encoder_positions, decoder_positions = positions.split(plan.lengths)
-        encoded = self.run_blocks(encoded, encoder, encoder_positions)
+        encoded = self._run_encoder(encoded, encoder, encoder_positions)
+        return self.run_decoder(decoded, encoded, decoder, decoder_positions)
+
+    def _run_encoder(
+        self, encoded: torch.Tensor, context: ForwardContext, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """The encoder's blocks and what follows them: [Te, D], int [Te] -> [Te, D]."""
+        encoded = self.run_blocks(encoded, context, positions)
         if self.encoder_layernorm is not None:
             self.before_use(self.encoder_layernorm)
             encoded = self.encoder_layernorm(encoded)
         # T5 drops out the output of both stacks; the layer number keys the mask.
-        encoded = encoder.last(encoded, self.config.final_dropout, self.config.num_layers - 1)
-        return self.run_decoder(decoded, encoded, decoder, decoder_positions)
+        return context.last(encoded, self.config.final_dropout, self.config.num_layers - 1)
 
     def run_decoder(
         self, decoded: torch.Tensor, encoded: torch.Tensor, context: DecoderContext, positions: torch.Tensor
@@ -204,6 +223,25 @@ class Transformer(TrainedModel):
         """
         hidden = self.run(tokens, ids, plan, None, before_block)
         return hidden if self.config.decoder_layers else hidden.view(*tokens.shape, -1)
+
+    def text_vectors(self, batch: MicroBatch) -> torch.Tensor:
+        """The vector of each document of a TextBatch, fp32 [documents, D], see pooling.py; equal on all TP ranks.
+
+        Of the hidden states after the last norm; in a model with a decoder those of the encoder.
+        """
+        if self.config.decoder_layers:
+            hidden, context = self._embed(batch.tokens, batch.ids, batch.plan, batch.dropout)
+            encoder, _ = encoder_decoder_contexts(context, self.parallel)
+            encoded, _ = hidden.split(local_lengths(batch.plan, self.parallel))
+            positions, _ = batch.ids[0].flatten().split(batch.plan.lengths)
+            hidden = self._run_encoder(encoded, encoder, positions)
+        else:
+            hidden = self._hidden(batch)
+        if self.parallel.sequence_parallel:
+            hidden = gather_tokens(hidden, self.parallel.group)
+        if not self.config.decoder_layers:
+            hidden = self.final_layernorm(hidden)
+        return pool(hidden, batch.extra_inputs)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., V]. One process only."""
@@ -305,7 +343,7 @@ class Transformer(TrainedModel):
             # Only the decoder's tokens have predictions.
             dropout = replace(dropout, keys=dropout.keys.split(batch.plan.lengths)[1])
         vectors, classes = self.heads(hidden, batch.loss_positions, self.final_layernorm, dropout)
-        borders = len(batch.loss_positions.borders)
+        boundaries = len(batch.loss_positions.boundaries)
         if whole or not self.heads.loss_rows:
-            return self.heads.vocabulary_logits(vectors, words, borders), classes
-        return loss_logits(self.heads, vectors, words, borders), classes
+            return self.heads.vocabulary_logits(vectors, words, boundaries), classes
+        return loss_logits(self.heads, vectors, words, boundaries), classes

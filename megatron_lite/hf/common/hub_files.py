@@ -8,12 +8,14 @@ from typing import Any
 from data_utils.objectives import sections_with_models
 
 _ADAPTER = "adapter_config.json"
+_MODULES = "modules.json"  # of sentence-transformers, which has a directory for each module
+_OF_MODULES = ("config.json", "config_sentence_transformers.json", "sentence_bert_config.json")
 _TRAINING_TOKENIZER = "training_tokenizer/"
 _SMALL = frozenset((
     "config.json", "generation_config.json", "training.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "vocab.txt", "vocab.json", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model", "spm.model",
-    "cog-pretrain.model", "other_heads.safetensors", "modules.json", _ADAPTER,
+    "cog-pretrain.model", "other_heads.safetensors", _MODULES, _ADAPTER,
     "adapter_model.safetensors", "adapter_model.bin",
 ))  # fmt: skip
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # the first that a directory has, whole or sharded
@@ -30,7 +32,8 @@ def wanted(names: Collection[str], read: Callable[[str], Any]) -> Iterator[str]:
     for name in sorted(names):
         directory, _, file = name.rpartition("/")
         is_small = file in small and f"{directory}/".lstrip("/") in directories
-        if is_small or f"{directory}/" == _TRAINING_TOKENIZER:
+        is_module = _MODULES in names and file in _OF_MODULES
+        if is_small or is_module or f"{directory}/" == _TRAINING_TOKENIZER:
             yield name
     weights = [name for directory in directories for name in _weights(directory, names, read)]
     # Without weights, ask for a file that is missing, so that the message names it. An adapter has none either, and

@@ -30,6 +30,7 @@ INPUTS = {
     "head": "the head on the first token, or that of a task",
     "hidden states": "the last layer, of a class without a head",
     "memory": "a text in two segments",
+    "vectors": "texts with each prompt, embedded by sentence-transformers",
     "replaced": "random tokens: whether each was replaced (ELECTRA's discriminator)",
     "posteriors": "random sentences: mean and log variance of their latent vectors (OPTIMUS, whose logits take such)",
 }

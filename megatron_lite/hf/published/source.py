@@ -76,7 +76,6 @@ _HEAD_PARAMETERS = {  # options of `PublishedSystem.optional` and the parameter 
 
 # Published with code of their own, which the tables here follow.
 _WITH_CODE = ("neobert", "eurobert")
-_SENTENCES = "modules.json"  # of sentence-transformers
 # Of a base model, whose files may lack it: hidden states do not depend on it.
 _POOLER = re.compile(r"(^|\.)pooler\.")
 
@@ -249,11 +248,6 @@ def _warnings(source: PublishedSource, model: ModelConfig) -> Iterator[str]:
     system = source.system
     class_name = source.class_name or transformers_class_name(system, model)
     yield from ignored_lines(source.ignored, f"the class {class_name}", source.theirs.doubles)
-    if (source.path / _SENTENCES).exists():
-        yield (
-            f"{_SENTENCES} is of sentence-transformers; the Transformer alone is imported, without pooling, "
-            "normalisation and prompts"
-        )
     for name in system.untrained:
         if value := source.config_json.get(name):
             yield f"{name} is {shown(value)}; it is not trained here: no layer is dropped"
