@@ -94,6 +94,7 @@ class ContrastiveConfig(RowSizes):
     )
 
     own_corpora = TEXT_PAIRS
+    model_module = "megatron_lite.models.text_pairs.model_spec"
 
     def __post_init__(self) -> None:
         for side, length in zip(("query", "document"), self.text_lengths, strict=True):

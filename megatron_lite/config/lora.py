@@ -222,7 +222,7 @@ def check_updates(config: Config) -> None:
             "finetune.trained is lora, but model.lora is null; set model.lora.rank to a rank such as 8.",
         )
         return
-    of_models = [choice.name for choice in config.objective_choices if choice.section.model_module]
+    of_models = [choice.name for choice in config.objective_choices if choice.section.own_model_advice]
     for name, value, is_allowed, why, remedy in (
         (
             "objectives", ", ".join(of_models), not of_models, "trains more than one Transformer",

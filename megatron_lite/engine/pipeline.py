@@ -59,7 +59,7 @@ from megatron_lite.transformer.lm_head import Heads
 from megatron_lite.transformer.loss import ChunkedLogits, loss_logits, sum_losses
 from megatron_lite.transformer.micro_batch import MicroBatch
 from megatron_lite.transformer.norms import final_layernorm
-from megatron_lite.transformer.pairs import PairBatch, PairInputs
+from megatron_lite.transformer.pairs import PairInputs
 from megatron_lite.transformer.pooling import pool
 from megatron_lite.transformer.position_bias import Table, relative_tables
 from megatron_lite.transformer.residual import Hidden, materialize
@@ -414,14 +414,18 @@ class PipelineEngine(Engine):
         return sums, gradients
 
     def evaluate(self, batches: Sequence[Batch]) -> torch.Tensor:
-        pairs = [batch for batch in batches if isinstance(batch, PairBatch)]
-        texts = [self.prepared(batch, None) for batch in batches if not isinstance(batch, PairBatch)]
+        by_records: dict[int | None, list[MicroBatch]] = {}  # None: batches without pairs
+        for micro_batch in (self.prepared(batch, None) for batch in batches):
+            inputs = micro_batch.extra_inputs
+            records = inputs.records.first_sample if isinstance(inputs, PairInputs) else None
+            by_records.setdefault(records, []).append(micro_batch)
         sums = torch.zeros_like(self._stages.objective_sums)
-        for _, records in itertools.groupby(pairs, lambda batch: batch.records.first_sample):
-            sums += self._vector_pass([self.prepared(batch, None) for batch in records])[0]
-        if texts:
-            self._evaluate(texts)
-            sums += self._stages.objective_sums
+        for records, micro_batches in by_records.items():
+            if records is None:
+                self._evaluate(micro_batches)
+                sums += self._stages.objective_sums
+            else:
+                sums += self._vector_pass(micro_batches)[0]
         return sums
 
     def _evaluate(self, micro_batches: Sequence[MicroBatch]) -> None:

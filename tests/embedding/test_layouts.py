@@ -18,9 +18,10 @@ from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.plain import make_engine
+from megatron_lite.models.text_pairs.batch import PairBatch
 from megatron_lite.transformer.build import build_model
 from megatron_lite.transformer.micro_batch import MicroBatch
-from megatron_lite.transformer.pairs import PairBatch, PairRecords
+from megatron_lite.transformer.pairs import PairRecords
 
 RECORDS, TEXTS, LENGTH, VOCABULARY, STEPS = 8, 3, 40, 96, 3
 LEFT_OUT = 5  # a record whose query is an earlier one's

@@ -160,7 +160,7 @@ OBJECTIVES = (
     ),
     Plant(
         "records with a text of an earlier one not left out",
-        "megatron_lite/transformer/pairs.py",
+        "megatron_lite/models/text_pairs/batch.py",
         "is_first &= found",
         "pass",
         (f"{TEXT_PAIRS}::test_records_with_a_text_of_an_earlier_one_are_left_out",),

@@ -22,8 +22,8 @@ from data_utils.objectives.contrastive import FORMS, Contrastive, ContrastiveCon
 from data_utils.tokenizers.tokenizer import load_tokenizer
 from data_utils.tokenizers.vocabulary import vocabulary_of
 from megatron_lite.config.tree import Config
+from megatron_lite.models.text_pairs.batch import PairBatch, PairSamples
 from megatron_lite.transformer.build import model_spec
-from megatron_lite.transformer.pairs import PairBatch, PairSamples
 
 SIZE = 16  # samples of a global batch
 PROMPTS = {"query_prompt": "word1 word2 ", "document_prompt": "word3 "}

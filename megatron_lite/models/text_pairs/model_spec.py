@@ -1,0 +1,25 @@
+"""The ModelSpec of contrastive learning: one Transformer, fed with text pairs (interface: transformer/build.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from data_utils.objectives.own_corpora import TEXT_PAIRS
+from megatron_lite.config.tree import Config
+from megatron_lite.models.text_pairs.batch import PairSamples
+from megatron_lite.transformer.build import ModelSpec
+
+
+class TextPairSpec(ModelSpec):
+    """A Transformer whose loss is of the vectors of texts, beside those of other objectives."""
+
+    def samples(self, config: Config, loader: Any, purpose: str) -> PairSamples:
+        section = next(c.section for c in config.objective_choices if c.section.own_corpora == TEXT_PAIRS)
+        return PairSamples(loader, section, config.embedding)
+
+    def is_unused(self, name: str, config: Config) -> bool:
+        has_others = any(c.section.own_corpora != TEXT_PAIRS for c in config.objective_choices)
+        return super().is_unused(name, config) if has_others else name.startswith("heads.")
+
+
+MODEL_SPEC = TextPairSpec()
