@@ -268,7 +268,13 @@ def train_with(
     watchdog.at("opening datasets")
     phase_plan, seed = config.phase_plan, config.training.seed
     data = open_datasets(
-        config.data, config.objective_choices, tokenizer, seed, decoder_tokenizer, phase_plan.samples
+        config.data,
+        config.objective_choices,
+        tokenizer,
+        seed,
+        decoder_tokenizer,
+        phase_plan.samples,
+        config.sample_unit,
     )
     if launch.rank == 0:
         for kept in kept_tokenizers:

@@ -31,6 +31,7 @@ from data_utils.loader.sampler import WindowIndex
 from data_utils.loader.sentences import SentenceIndex
 from data_utils.objectives import OBJECTIVES, make_one
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD
+from data_utils.objectives.own_corpora import TEXT_PAIRS
 from data_utils.tokenizers.vocabulary import Vocabulary
 
 # name: config of blank infilling, in addition to the objectives with their defaults
@@ -89,7 +90,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     check_at_least(options, 1, "samples")
     check_at_least(options, 16, "lengths")
-    names = [name for name in [*OBJECTIVES, *MORE_CASES] if options.case in name]
+    # A record of a text pair is no window of text.
+    of_text = [name for name in OBJECTIVES if OBJECTIVES[name].config_class.own_corpora != TEXT_PAIRS]
+    names = [name for name in [*of_text, *MORE_CASES] if options.case in name]
     if not names:
         raise ConfigError(
             f"--case is {options.case!r}, which no objective's name contains; leave it out for all."

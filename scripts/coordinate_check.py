@@ -62,7 +62,7 @@ def outputs(engine: Engine, batch: Batch) -> dict[str, torch.Tensor]:
     """The outputs of blocks and head for a batch, without dropout."""
     import torch
 
-    from megatron_lite.transformer.fused_block import Residual, materialize
+    from megatron_lite.transformer.residual import Residual, materialize
 
     model: Any = engine.model  # type: ignore[attr-defined]
     found: dict[str, torch.Tensor] = {}
@@ -82,7 +82,7 @@ def outputs(engine: Engine, batch: Batch) -> dict[str, torch.Tensor]:
         model(prepared)
         words = model.embedding.word_embeddings
         found["logits"] = model.heads.vocabulary_logits(
-            found.pop("rows"), words, len(prepared.loss_positions.borders)
+            found.pop("rows"), words, len(prepared.loss_positions.boundaries)
         )
     for hook in hooks:
         hook.remove()

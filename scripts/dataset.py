@@ -155,6 +155,7 @@ def print_facts(manifest: Mapping[str, Any]) -> None:
         "contamination",
         "cleaning",
         "entities",
+        "text_pairs",
     ):
         if value := manifest.get(key):
             print(f"  {key}: {shorten(described(key, value), TEXT_CHARACTERS)}")

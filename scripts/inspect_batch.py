@@ -184,7 +184,8 @@ def rows_of_config(arguments: argparse.Namespace) -> Shown:
     seed = config.training.seed
     if arguments.text is None:
         phases = [] if arguments.objective else config.phase_plan.samples
-        train = open_datasets(config.data, choices, tokenizer, seed, decoders, phases).train
+        unit = config.sample_unit
+        train = open_datasets(config.data, choices, tokenizer, seed, decoders, phases, unit).train
         rows = [train.batch(np.array([sample]))[0] for sample in arguments.samples]
         return Shown([Example.from_fields(row) for row in rows], *spell)
     chunks = [ended(arguments.text, each) for each in (tokenizer, decoders) if each is not None]

@@ -153,6 +153,27 @@ def parse_arguments() -> argparse.Namespace:
     )
     text = "build labelled pairs of sentences joined by a marker of this file, such as configs/labels/markers.txt"
     add("--markers", type=expanded_path, metavar="FILE", help=text)
+    text = (
+        "build text pairs (objective contrastive): a query, a text that belongs to it (positive), and texts that do "
+        "not (negatives), of columns of JSON lines or tables"
+    )
+    add("--text-pairs", action="store_true", help=text)
+    text = "column of the {}; default: {}"
+    for role, usual in (
+        ("query", "query, anchor, question or sentence1"),
+        ("positive", "positive, positives, pos, document, answer or sentence2; a list makes several records"),
+        ("score", "score, if there is one"),
+    ):
+        add(f"--{role}-column", metavar="NAME", help=text.format(role, usual))
+    text = "columns of negatives, texts or lists; default: negative, negatives, neg, and negative_1, negative_2, ..."
+    add("--negative-columns", nargs="+", default=[], metavar="NAME", help=text)
+    text = "text before each query, as part of it, such as 'query: '"
+    add("--query-prompt", default="", metavar="TEXT", help=text)
+    add("--document-prompt", default="", metavar="TEXT", help="text before each other text")
+    text = (
+        "negatives of a record; of one with more the last are left out (default: as the first records have)"
+    )
+    add("--negatives", type=int, metavar="H", help=text)
     add("--overwrite", action="store_true", help="replace existing output")
     add("--restart", action="store_true", help="discard the shards of a stopped build")
     add("--verify", action="store_true", help="read and check the whole output afterwards")

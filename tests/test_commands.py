@@ -77,6 +77,11 @@ TABLE = [
         "python scripts/preprocess_data.py --input https:",
         "tests/data/storage/test_web.py: needs a web server",
     ),
+    Row(
+        "python scripts/preprocess_data.py --text-pairs",
+        "tests/data/pairs/test_text_pair_builds.py: needs pairs of texts",
+    ),
+    Row("python scripts/mine_negatives.py", "tests/scripts/test_mine_negatives.py: needs vectors"),
     Row("python scripts/preprocess_data.py", HERE),
     Row("python scripts/split_sentences.py", HERE),
     Row("python scripts/dataset.py push", "tests/data/storage/test_datasets.py: needs a bucket"),

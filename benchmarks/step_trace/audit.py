@@ -84,7 +84,7 @@ def differences(case: Case) -> list[str]:
     No graph is captured: with `training.cuda_graphs` these are the launches that one would repeat.
     """
     graphs.MOST_SHAPES = 0
-    notes, block = Notes(), fused_block._FusedBlock
+    notes, block = Notes(), fused_block.FusedBlock
     with fake_rank(replace(case, micro_batches=1)) as rank:
         FusedParameters.forward = notes.within(FusedParameters.forward)  # type: ignore[method-assign]
         block.backward = staticmethod(notes.within(block.backward))

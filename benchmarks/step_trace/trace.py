@@ -214,15 +214,15 @@ class Steps:
         engine._engine.module.register_forward_pre_hook(lambda *_: self._enter("forward"))
         engine.before_update = lambda: self._enter("step")
         torch.autograd.backward = self._backward(torch.autograd.backward)
-        step = engine._engine.step
+        backward = engine._engine.backward
 
-        def stepped(*args: Any, **kwargs: Any) -> Any:
-            result = step(*args, **kwargs)
+        def passed(*args: Any, **kwargs: Any) -> Any:
+            result = backward(*args, **kwargs)
             if self.backwards < len(self.micro_batches):
                 self._enter("input")
             return result
 
-        engine._engine.step = stepped
+        engine._engine.backward = passed
 
     def run(self, count: int | None = None) -> None:
         """One step, of the first `count` micro-batches."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from data_utils.common.errors import ConfigError
 from data_utils.common.files import require_prefix
 from data_utils.common.settings import checked, setting
-from data_utils.corpus.documents import DEFAULT_MAX_BAD_RECORDS, check_options
+from data_utils.corpus.documents import DEFAULT_MAX_BAD_RECORDS, TEXT_KEY, check_options
 from data_utils.corpus.inputs import file_format
 from data_utils.corpus.stored_files import InputFile
 
@@ -47,6 +47,18 @@ class BuildConfig:
     second_key: str | None = None  # field of JSON lines with the second text of a labelled pair
     labels: str | None = None  # file with the names of their labels
     markers: str | None = None  # file with the markers by which pairs are found in texts
+    text_pairs: bool = (
+        False  # of JSON lines and tables: a query, a text that belongs to it, and such that do not
+    )
+    query_column: str | None = None  # None: found by its name, as the next ones
+    positive_column: str | None = None
+    negative_columns: Sequence[str] = ()
+    score_column: str | None = None
+    query_prompt: str = ""  # before each query, as part of its text
+    document_prompt: str = ""  # before each other text
+    negatives: int | None = setting(
+        None, "negatives of a record; None = as many as the first have", at_least=0, at_most=1000
+    )
     overwrite: bool = False
     restart: bool = False  # discard what a stopped build left
 
@@ -67,12 +79,13 @@ class BuildConfig:
                 f"--min-score {self.min_score:g} is given without --entities-key or --spans-key, whose scores it "
                 "limits; give one of them, or remove it."
             )
-        exclusive = ("capitals", "spans_key", "entities_key", "second_key", "markers")
+        self._check_text_pairs()
+        exclusive = ("text_pairs", "capitals", "spans_key", "entities_key", "second_key", "markers")
         conflicting = [f"--{name.replace('_', '-')}" for name in exclusive if getattr(self, name)]
         if len(conflicting) > 1:
             raise ConfigError(
-                f"{conflicting[0]} is given with {conflicting[1]}, but a dataset stores only one value per token; "
-                "give one of them."
+                f"{conflicting[0]} is given with {conflicting[1]}, but a dataset stores only one of these; give one "
+                "of them."
             )
         if self.second_key is not None and self.second_key == self.text_key:
             raise ConfigError(
@@ -80,6 +93,22 @@ class BuildConfig:
                 "different fields."
             )
         parse_split(self.split)
+
+    def _check_text_pairs(self) -> None:
+        if self.text_pairs:
+            if self.text_key != TEXT_KEY:
+                raise ConfigError(
+                    f"--text-key {self.text_key} is given with --text-pairs, whose texts have columns of their own; "
+                    "set --query-column and --positive-column instead."
+                )
+            return
+        names = ("query_column", "positive_column", "negative_columns", "score_column", "query_prompt",
+            "document_prompt", "negatives")  # fmt: skip
+        given = next((name for name in names if getattr(self, name) not in (None, (), [], "")), None)
+        if given:
+            raise ConfigError(
+                f"--{given.replace('_', '-')} is given without --text-pairs, which it is for; give both or neither."
+            )
 
 
 @dataclass(frozen=True, slots=True)

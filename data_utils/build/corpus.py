@@ -15,7 +15,7 @@ The price of shards: every token is written twice.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,7 +32,15 @@ from data_utils.build.pairs import WITHOUT, PairReader
 from data_utils.build.ranks import Ranks
 from data_utils.build.shards import BuildDirectory
 from data_utils.build.summary import BuildReport, DocumentStatistics
-from data_utils.build.workers import Job, ShardRecord, build_shards
+from data_utils.build.text_pairs import TextPairReader, open_text_pairs
+from data_utils.build.workers import (
+    Job,
+    ShardRecord,
+    build_shards,
+    counted_in,
+    element_masks,
+    further_files,
+)
 from data_utils.common.errors import DataError
 from data_utils.common.memory import return_freed_memory
 from data_utils.common.progress import progress_bar
@@ -49,7 +57,7 @@ from data_utils.corpus.inputs import expand_inputs
 from data_utils.corpus.mentions import KEPT
 from data_utils.corpus.stored_files import InputFile, stored_bytes
 from data_utils.dataset.cleaning_record import cleaning_records
-from data_utils.dataset.manifest import damaged, dataset_path, existing_files, read_manifest
+from data_utils.dataset.manifest import ENTITIES, damaged, dataset_path, existing_files, read_manifest
 from data_utils.dataset.sources import described_sources
 from data_utils.dataset.writer import IndexedDatasetWriter, remove_dataset, token_dtype
 from data_utils.storage.objects import StoredObject
@@ -93,7 +101,7 @@ def build_corpus(
         facts = TokenizerFacts(
             tokenizer.vocab_size, tokenizer.special.eos, tokenizer.fingerprint, tokenizer.config
         )
-        job = ranks.on_first(lambda: _start(config, facts, stack, writers))
+        job = ranks.on_first(lambda: _start(config, facts, tokenizer.encode_batch, stack, writers))
         if isinstance(job, BuildReport):
             return job
         if job.todo and job.annotation_reader is None and job.input_bytes >= FAST_FROM_CHARACTERS:
@@ -104,7 +112,11 @@ def build_corpus(
 
 
 def _start(
-    config: BuildConfig, tokenizer: TokenizerFacts, stack: ExitStack, writers: list[IndexedDatasetWriter]
+    config: BuildConfig,
+    tokenizer: TokenizerFacts,
+    encode_batch: Callable[[list[str]], tuple[np.ndarray, np.ndarray]],
+    stack: ExitStack,
+    writers: list[IndexedDatasetWriter],
 ) -> Job | BuildReport:
     """Check everything that can be checked before the work, and open the output.
 
@@ -116,6 +128,7 @@ def _start(
     _sources(paths)  # refuses now what the manifest has no room for, not after hours of work
     cleaning_records(paths)
     annotation_reader = open_annotation_reader(config, paths)
+    text_pairs = open_text_pairs(config, paths, encode_batch)
     prefixes = output_prefixes(config)
     directory = BuildDirectory(config.output)
     may_be_ours = (directory.is_committing() or directory.is_built()) and not config.restart
@@ -125,9 +138,10 @@ def _start(
     if config.evaluation_inputs:
         evaluation = read_evaluation_texts(config, evaluation_paths)
     for prefix in prefixes:  # opened now for their lock: only one build at a time
-        writer = IndexedDatasetWriter(prefix, tokenizer.vocab_size, annotation_reader is not None)
+        further = further_files(annotation_reader, text_pairs)
+        writer = IndexedDatasetWriter(prefix, tokenizer.vocab_size, further)
         writers.append(stack.enter_context(writer))
-    plan = _plan(config, tokenizer, paths, evaluation, annotation_reader)
+    plan = _plan(config, tokenizer, paths, evaluation, annotation_reader, text_pairs)
     # Killed after the datasets were in place: the plan beside them says whose they are. A manifest could not,
     # since equal input gives equal bytes.
     if directory.is_built():
@@ -152,6 +166,7 @@ def _start(
         input_bytes=sum(map(stored_bytes, paths)),
         evaluation=evaluation,
         annotation_reader=annotation_reader,
+        text_pairs=text_pairs,
     )
 
 
@@ -161,6 +176,7 @@ def _plan(
     paths: Sequence[InputFile],
     evaluation: EvaluationTexts | None,
     annotation_reader: AnnotationReader | None,
+    text_pairs: TextPairReader | None,
 ) -> dict[str, Any]:
     """Everything that the shards depend on. A build with another plan cannot use them."""
     annotations = None
@@ -173,7 +189,7 @@ def _plan(
         "text_split": config.text_split, "split": config.split, "split_seed": config.split_seed,
         "deduplicate": config.deduplicate, "evaluation_inputs": evaluation and evaluation.fingerprint,
         "entities": annotations, "shard_bytes": config.shard_bytes, "inputs": _file_identities(paths),
-        "shard_files": _SHARD_FILES,
+        "shard_files": _SHARD_FILES, "text_pairs": text_pairs and text_pairs.plan(),
     }  # fmt: skip
 
 
@@ -257,7 +273,7 @@ def _finish(
     counts, contaminated = _merge_counts(records)
     paths = list(dict.fromkeys(file_range.path for shard in job.shards for file_range in shard))
     if job.todo:  # otherwise nothing was read now, and `open` has compared the inputs
-        plan = _plan(config, tokenizer, paths, job.evaluation, job.annotation_reader)
+        plan = _plan(config, tokenizer, paths, job.evaluation, job.annotation_reader, job.text_pairs)
         directory.require_unchanged(plan)  # first: changed input may have bad records, too
     counts.enforce(config.on_bad_record, config.max_bad_records, config.text_split)
     statistics = DocumentStatistics()
@@ -281,6 +297,8 @@ def _finish(
             entry["names"] = reader.names
         counts.mentions[KEPT] = statistics.entities  # without those of documents that were left out
         manifest["entities"] = {**entry, "mentions": dict(sorted(counts.mentions.items()))}
+    if job.text_pairs is not None:
+        manifest |= {"documents_end_with_eos": False, "text_pairs": job.text_pairs.entry(counts.mentions)}
     _commit(writers, list(parse_split(config.split)), manifest, directory)
     return BuildReport(
         documents={str(writer.prefix): writer.num_documents for writer in writers},
@@ -293,7 +311,8 @@ def _finish(
         built_text_bytes=sum(records[number].text_bytes for number in job.todo),
         duplicates=duplicates,
         contamination=contamination,
-        shape=statistics.shape(),
+        shape=None if job.text_pairs else statistics.shape(),
+        per_record=job.per_record,
         whole_files=sum(is_one_document(path, config.text_split) for path in paths),
     )
 
@@ -339,13 +358,15 @@ def _join(
                 stop, num_tokens = start + record.documents[split], record.tokens[split]
                 tokens, lengths = job.directory.read(number, split, job.dtype, stop - start, num_tokens)
                 shard_is_kept = None if is_kept is None else is_kept[start:stop]
-                entities = (
-                    job.directory.entities(number, split, num_tokens) if job.annotation_reader else None
-                )
-                _append(writer, statistics, tokens, lengths, shard_is_kept, entities)
+                counts = {"token": num_tokens, "document": stop - start}
+                counts["record"] = (stop - start) // job.per_record
+                further = {
+                    suffix: job.directory.further(number, split, suffix, counts) for suffix in job.further
+                }
+                _append(writer, statistics, tokens, lengths, shard_is_kept, further, job.per_record)
                 start = stop
                 bar.update(num_tokens)
-            duplicates += start - writer.num_documents
+            duplicates += (start - writer.num_documents) // job.per_record
     return duplicates if job.config.deduplicate else None
 
 
@@ -355,23 +376,31 @@ def _append(
     tokens: np.ndarray,
     lengths: np.ndarray,
     is_kept: np.ndarray | None,
-    entities: np.ndarray | None,
+    further: Mapping[str, np.ndarray],
+    per_record: int,
 ) -> None:
     """Append the documents of a shard to a dataset, some at a time.
 
-    Args: is_kept: bool [documents]; None: all are. entities: int32 [tokens], if the dataset stores them.
+    Args: is_kept: bool [documents]; None: all are. further: the elements of further files, by their suffix.
     """
-    start = 0
-    for first in range(0, len(lengths), _MERGE_DOCUMENTS):
-        batch_lengths = lengths[first : first + _MERGE_DOCUMENTS]
+    start, step = 0, max(1, _MERGE_DOCUMENTS // per_record) * per_record
+    for first in range(0, len(lengths), step):
+        batch_lengths = lengths[first : first + step]
         stop = start + int(batch_lengths.sum(dtype=np.int64))
-        arrays = [tokens[start:stop], *([] if entities is None else [entities[start:stop]])]
-        if is_kept is not None and not (mask := is_kept[first : first + _MERGE_DOCUMENTS]).all():
-            token_mask = np.repeat(mask, batch_lengths)
-            arrays, batch_lengths = [array[token_mask] for array in arrays], batch_lengths[mask]
-        writer.add(arrays[0], batch_lengths, *arrays[1:])
-        statistics.add(arrays[0], batch_lengths)
-        statistics.entities += sum(int((array >= 0).sum()) for array in arrays[1:])
+        parts = {
+            "token": slice(start, stop), "document": slice(first, first + step),
+            "record": slice(first // per_record, (first + step) // per_record),
+        }  # fmt: skip
+        arrays = {".tokens": tokens, ".lengths": lengths, **further}
+        arrays = {name: array[parts[counted_in(name)]] for name, array in arrays.items()}
+        if is_kept is not None and not (mask := is_kept[parts["document"]]).all():
+            masks = element_masks(mask, batch_lengths, per_record)
+            arrays = {name: array[masks[counted_in(name)]] for name, array in arrays.items()}
+        writer.add(*arrays.values())
+        if per_record == 1:  # the texts of pairs are short, and repeat
+            statistics.add(arrays[".tokens"], arrays[".lengths"])
+        if ENTITIES in arrays:
+            statistics.entities += int((arrays[ENTITIES] >= 0).sum())
         start = stop
 
 

@@ -1,7 +1,7 @@
 """The working directory of a corpus build: its plan and its finished shards.
 
     PREFIX.build/plan.json       the inputs and options of the build; a build with others is refused
-    PREFIX.build/shard-000017/   for each split its tokens, lengths (and hashes), and record.json
+    PREFIX.build/shard-000017/   for each split its tokens, lengths (and others), and record.json
     PREFIX.build/committing      the dataset is complete on disk and is being renamed to the prefix
     PREFIX.built                 the plan of a build whose dataset is in place; only PREFIX.build is still to be removed
 
@@ -38,6 +38,7 @@ from data_utils.common.files import (
     write_synced,
 )
 from data_utils.common.untrusted import conform, parse_json, read_bounded
+from data_utils.dataset.manifest import FURTHER
 from data_utils.storage.objects import input_change
 
 _PLAN, _COMMITTING, _STOP, _RECORD = "plan.json", "committing", "stop", "record.json"
@@ -128,9 +129,13 @@ class BuildDirectory:
         """Hashes of the documents of one split of a finished shard, uint64 [num_documents, 2]."""
         return self._array(number, f"{split}.hashes", np.dtype("<u8"), 2 * num_documents).reshape(-1, 2)
 
-    def entities(self, number: int, split: int, num_tokens: int) -> np.ndarray:
-        """The entities of the tokens of one split of a finished shard, int32 [num_tokens]."""
-        return self._array(number, f"{split}.entities", np.dtype("<i4"), num_tokens)
+    def further(self, number: int, split: int, suffix: str, counts: Mapping[str, int]) -> np.ndarray:
+        """The elements of a further file of one split of a finished shard.
+
+        Args: suffix: of FURTHER. counts: of tokens, documents and records.
+        """
+        counted, dtype = FURTHER[suffix]
+        return self._array(number, f"{split}{suffix}", np.dtype(dtype), counts[counted])
 
     def _array(self, number: int, name: str, dtype: np.dtype, count: int) -> np.ndarray:
         path = self.shard(number) / name
@@ -238,14 +243,14 @@ class ShardWriter:
             self._partial.mkdir()
             self._files = [
                 {
-                    name: self._stack.enter_context((self._partial / f"{split}.{name}").open("wb"))
+                    name: self._stack.enter_context((self._partial / f"{split}{name}").open("wb"))
                     for name in names
                 }
                 for split in range(num_splits)
             ]
 
-    def add(self, split: int, **arrays: np.ndarray) -> None:
-        """Append documents to a split: tokens (storage dtype), lengths and entities int32, hashes uint64 [n, 2]."""
+    def add(self, split: int, arrays: Mapping[str, np.ndarray]) -> None:
+        """Append documents to a split: arrays as they are stored, by the names of their files."""
         with disk_errors(self._directory.path):
             for name, array in arrays.items():
                 self._files[split][name].write(np.ascontiguousarray(array).data)

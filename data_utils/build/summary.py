@@ -106,6 +106,7 @@ class BuildReport:
     contamination: dict[str, Any] | None  # as in the manifest
     shape: Shape | None = None  # None: nothing was joined
     whole_files: int = 0  # .txt files that became one document each
+    per_record: int = 1  # documents of a record of text pairs
 
     def lines(self) -> Iterator[str]:
         speed = self.built_text_bytes / 1e6 / max(self.seconds, 1e-9)
@@ -142,7 +143,12 @@ class BuildReport:
         if self.duplicates is not None:
             yield f"  skipped: {self.duplicates:,} exact duplicates"
         mentions = self.counts.mentions
-        if len(mentions) == 1:
+        if "records" in mentions:
+            yield (
+                f"  text pairs: {mentions['records']:,} records of {self.per_record} documents; negatives: "
+                f"{mentions['missing_negatives']:,} missing, {mentions['cut_negatives']:,} cut"
+            )
+        elif len(mentions) == 1:
             yield f"  words with stored capitalization: {mentions['kept']:,}"
         elif "without" in mentions:
             yield f"  labelled pairs: {mentions['kept']:,}; {mentions['without']:,} texts have no pair"

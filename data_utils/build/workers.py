@@ -28,6 +28,7 @@ from data_utils.build.config import BuildConfig, SplitRule, parse_split, split_r
 from data_utils.build.contamination import EvaluationTexts
 from data_utils.build.ranks import Ranks
 from data_utils.build.shards import BuildDirectory, ShardWriter
+from data_utils.build.text_pairs import TextPairReader, encode_text_pairs
 from data_utils.common.errors import DataError
 from data_utils.common.processes import begin_worker, submit
 from data_utils.common.progress import progress_bar
@@ -43,6 +44,7 @@ from data_utils.corpus.documents import (
     text_bytes,
     with_line_in_file,
 )
+from data_utils.dataset.manifest import ENTITIES, FURTHER, SCORES, TEXT_HASHES
 from data_utils.dataset.writer import to_token_dtype
 from data_utils.tokenizers.special_tokens import NO_TOKEN
 
@@ -77,16 +79,22 @@ class Job:
     input_bytes: int
     evaluation: EvaluationTexts | None
     annotation_reader: AnnotationReader | None = None
+    text_pairs: TextPairReader | None = None
+
+    @property
+    def per_record(self) -> int:
+        """Documents of a record."""
+        return 1 if self.text_pairs is None else self.text_pairs.per_record
+
+    @property
+    def further(self) -> list[str]:
+        """The suffixes of further files of the datasets."""
+        return further_files(self.annotation_reader, self.text_pairs)
 
     @property
     def arrays(self) -> list[str]:
         """The names of a shard's arrays."""
-        names = ["tokens", "lengths"]
-        if self.config.deduplicate:
-            names.append("hashes")
-        if self.annotation_reader is not None:
-            names.append("entities")
-        return names
+        return [".tokens", ".lengths", *[".hashes"] * self.config.deduplicate, *self.further]
 
     @property
     def directory(self) -> BuildDirectory:
@@ -97,13 +105,20 @@ class Job:
         return len(parse_split(self.config.split))
 
 
+def further_files(annotations: AnnotationReader | None, text_pairs: TextPairReader | None) -> list[str]:
+    """The suffixes of further files of a build's datasets, in the order of FURTHER."""
+    if text_pairs is not None:
+        return [TEXT_HASHES, *[SCORES] * (text_pairs.score is not None)]
+    return [ENTITIES] * (annotations is not None)
+
+
 @dataclass(frozen=True, slots=True)
 class EncodedBlock:
-    """The tokens of one block. Documents end with eos if the vocabulary has one."""
+    """The tokens of one block. Documents end with eos if the vocabulary has one, except those of text pairs."""
 
     splits: np.ndarray  # int64 [documents]: number of the split
     tokens: np.ndarray  # the storage dtype [all tokens]
-    entities: np.ndarray | None  # int32 [all tokens], see annotations.py
+    further: dict[str, np.ndarray]  # the elements of further files, by their suffix
     lengths: np.ndarray  # int64 [documents], eos included
     hashes: np.ndarray | None  # uint64 [documents, 2], for deduplication
     texts: list[str]  # those with tokens
@@ -136,6 +151,8 @@ class ShardRecord:
 
 def encode_block(block: RecordBlock, tokenizer: Any, rule: SplitRule, job: Job) -> EncodedBlock:
     """Parse and tokenize one block: a pure function, for any process."""
+    if job.text_pairs is not None:
+        return _encode_pairs(block, tokenizer, rule, job)
     parsed, entities = parse_block(block, job.config.text_key), None
     if job.annotation_reader is None:
         ids, lengths = tokenizer.encode_batch(parsed.texts)
@@ -159,13 +176,37 @@ def encode_block(block: RecordBlock, tokenizer: Any, rule: SplitRule, job: Job) 
         # Pairs go by the text that they come from, so that no text is in two splits.
         splits=np.array([rule.split_index(text) for text in parsed.origins or texts], np.int64),
         tokens=to_token_dtype(ids, tokenizer.vocab_size),
-        entities=entities,
+        further={} if entities is None else {ENTITIES: entities},
         lengths=lengths,
         hashes=_text_hashes(texts) if job.config.deduplicate else None,
         texts=texts,
         lines=lines,
         counts=parsed.counts,
         text_bytes=total_bytes,
+    )
+
+
+def _encode_pairs(block: RecordBlock, tokenizer: Any, rule: SplitRule, job: Job) -> EncodedBlock:
+    """As `encode_block`, of text pairs. A record is in the split of its query, and so all of a query's."""
+    assert job.text_pairs is not None
+    pairs, size = encode_text_pairs(block, tokenizer, job.text_pairs), job.per_record
+    hashes = None
+    if job.config.deduplicate:  # of the whole record and the number in it: documents stay or go by records
+        records = ["\0".join(pairs.texts[start : start + size]) for start in range(0, len(pairs.texts), size)]
+        hashes = _text_hashes([f"{number} {record}" for record in records for number in range(size)])
+    splits = [rule.split_index(query) for query in pairs.texts[::size]]
+    further = {TEXT_HASHES: pairs.text_hashes, SCORES: pairs.scores}
+    is_text = pairs.lengths > 0
+    return EncodedBlock(
+        splits=np.repeat(np.array(splits, np.int64), size),
+        tokens=to_token_dtype(pairs.ids, tokenizer.vocab_size),
+        further={suffix: further[suffix] for suffix in job.further},
+        lengths=pairs.lengths,
+        hashes=hashes,
+        texts=list(itertools.compress(pairs.texts, is_text)),
+        lines=list(itertools.compress(pairs.lines, is_text)),
+        counts=pairs.counts,
+        text_bytes=sum(map(text_bytes, pairs.texts)),
     )
 
 
@@ -225,7 +266,9 @@ class ShardBuilder:
                 lines = 0
                 progress["process"][number], progress["file_range"][number] = os.getpid(), index
                 progress["line"][number], progress["record_bytes"][number] = 1, 0
-                for block in read_blocks([file_range], config.text_key, config.text_split):
+                pairs = self.job.text_pairs
+                key = config.text_key if pairs is None else pairs.columns
+                for block in read_blocks([file_range], key, config.text_split):
                     # Written before the work: a worker that is killed for memory can no longer tell which
                     # record it was.
                     progress["line"][number], progress["record_bytes"][number] = largest_record(block)
@@ -250,18 +293,15 @@ class ShardBuilder:
         record.text_bytes += encoded.text_bytes
         for split in range(len(record.documents)):
             in_split = encoded.splits == split
-            arrays = {"tokens": encoded.tokens, "lengths": encoded.lengths.astype("<i4")}
+            arrays = {".tokens": encoded.tokens, ".lengths": encoded.lengths.astype("<i4"), **encoded.further}
             if encoded.hashes is not None:
-                arrays["hashes"] = encoded.hashes
-            if encoded.entities is not None:
-                arrays["entities"] = encoded.entities
+                arrays[".hashes"] = encoded.hashes
             if not in_split.all():  # otherwise nothing is copied
-                tokens_in_split = np.repeat(in_split, encoded.lengths)
-                masks = {"tokens": tokens_in_split, "entities": tokens_in_split}
-                arrays = {name: array[masks.get(name, in_split)] for name, array in arrays.items()}
-            writer.add(split, **arrays)
-            record.documents[split] += len(arrays["lengths"])
-            record.tokens[split] += len(arrays["tokens"])
+                masks = element_masks(in_split, encoded.lengths, self.job.per_record)
+                arrays = {name: array[masks[counted_in(name)]] for name, array in arrays.items()}
+            writer.add(split, arrays)
+            record.documents[split] += len(arrays[".lengths"])
+            record.tokens[split] += len(arrays[".tokens"])
 
     def _match_evaluation_texts(
         self, block: RecordBlock, encoded: EncodedBlock, record: ShardRecord, matched_ngrams: np.ndarray
@@ -277,6 +317,18 @@ class ShardBuilder:
             if len(record.contaminated) < MAX_EXAMPLES:
                 problem = f"shares {len(shared)} word sequences with evaluation texts"
                 record.contaminated.append(SourceLocation(block.source, line, problem, block.start))
+
+
+def counted_in(name: str) -> str:
+    """What an array of a shard has an element of."""
+    return "token" if name == ".tokens" else FURTHER[name][0] if name in FURTHER else "document"
+
+
+def element_masks(is_kept: np.ndarray, lengths: np.ndarray, per_record: int) -> dict[str, np.ndarray]:
+    """Masks of tokens, documents and records, bool. Args: is_kept: [documents], equal in a record."""
+    return {
+        "token": np.repeat(is_kept, lengths), "document": is_kept, "record": is_kept[::per_record],
+    }  # fmt: skip
 
 
 def _shards_of_rank(job: Job, ranks: Ranks) -> list[int]:

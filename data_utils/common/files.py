@@ -73,7 +73,7 @@ def require_prefix(output: str) -> None:
         )
     if not Path(output).name or output.endswith("/"):
         raise ConfigError(f"output {output!r} is not a file prefix; give a path such as data/corpus.")
-    if output.endswith((".bin", ".idx", ".ent", ".json")):
+    if output.endswith((".bin", ".idx", ".ent", ".hash", ".score", ".json")):
         name, _, suffix = output.rpartition(".")
         raise ConfigError(
             f"output {output!r} must be a prefix without .{suffix}, to which the suffixes of several files are "

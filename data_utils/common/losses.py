@@ -33,6 +33,7 @@ SPAN_BOUNDARY = Loss("span_boundary", 21)  # the tokens of MASKED_SPANS again; n
 REPLACED = Loss("replaced", 28)  # of every token, by a discriminator
 MASKED_DIFFUSION = Loss("masked_diffusion", 29)
 ENTITIES = Loss("entities", 36)  # of every token at which one begins, among those of its Example
+CONTRASTIVE = Loss("contrastive", 43)  # of the vectors of a global batch; no token has it, and rows name it
 CLASS_HEADS = {"sentence_reordering": 31, "sentence_distance": 33, "token_document": 35, "capitalization": 38,
     "discourse_relation": 40, "relevance": 42}  # fmt: skip
 SENTENCE_LEVEL = (NEXT_SENTENCE_LOSS.number, SENTENCE_ORDER_LOSS.number, 31, 33, 40, 42)

@@ -12,9 +12,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import orjson
+
 from data_utils.common.errors import DataError
 from data_utils.common.setting_files import listed, one_line, shorten
-from data_utils.corpus.json_records import UnusableRecord
+from data_utils.corpus.json_records import UnusableRecord, not_utf8
 from data_utils.corpus.stored_files import (
     InputFile,
     open_input,
@@ -47,6 +49,61 @@ def column_texts(path: InputFile, text_key: str) -> Iterator[tuple[list[bytes | 
                 # as bytes, so that one invalid string does not make the whole block unreadable
                 texts = _as_bytes(column.slice(start, _BLOCK_ROWS))
                 yield [null if text is None else text for text in texts.to_pylist()], position
+
+
+def row_objects(
+    path: InputFile, columns: Sequence[str]
+) -> Iterator[tuple[list[bytes | UnusableRecord], int]]:
+    """As `column_texts`, of rows as JSON objects.
+
+    Args: columns: of the objects, those that exist; () = all; `a.b` takes the whole column a.
+    """
+    read = _parquet_rows if path.suffix.lower() == ".parquet" else _arrow_rows
+    with table_errors(path):
+        open_input(path).close()
+        for batch, position in read(path, columns):
+            for start in range(0, len(batch), _BLOCK_ROWS):
+                yield (
+                    [_object(batch, row) for row in range(start, min(start + _BLOCK_ROWS, len(batch)))],
+                    position,
+                )
+
+
+def _object(batch: pyarrow.RecordBatch, row: int) -> bytes | UnusableRecord:
+    try:
+        values = {name: batch.column(i)[row].as_py() for i, name in enumerate(batch.schema.names)}
+        return orjson.dumps(values, default=_as_text)
+    except UnicodeDecodeError as error:
+        return not_utf8(error)
+    except (orjson.JSONEncodeError, ValueError) as error:
+        return UnusableRecord("not_json", f"the row cannot be read as text ({one_line(error)})")
+
+
+def _as_text(value: object) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _existing(columns: Sequence[str], schema: pyarrow.Schema) -> list[str]:
+    wanted = [name if name in schema.names else name.partition(".")[0] for name in columns or schema.names]
+    return [name for name in dict.fromkeys(wanted) if name in schema.names]
+
+
+def _parquet_rows(path: InputFile, columns: Sequence[str]) -> Iterator[tuple[pyarrow.RecordBatch, int]]:
+    size, rows_read = stored_bytes(path), 0
+    with open_parquet(path) as file:
+        names = _existing(columns, file.schema_arrow)
+        for batch in file.iter_batches(batch_size=_BLOCK_ROWS, columns=names):
+            rows_read += len(batch)
+            yield batch, size * rows_read // max(file.metadata.num_rows, 1)
+
+
+def _arrow_rows(path: InputFile, columns: Sequence[str]) -> Iterator[tuple[pyarrow.RecordBatch, int]]:
+    with open_arrow(path) as (schema, batches):
+        names = _existing(columns, schema)
+        for batch, position in batches:
+            for name in names:
+                _checked(batch.column(name))
+            yield batch.select(names), position
 
 
 @contextlib.contextmanager

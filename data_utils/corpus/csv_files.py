@@ -7,11 +7,13 @@ twice.
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import orjson
 
 from data_utils.common.errors import DataError
 from data_utils.common.setting_files import listed, one_line, shorten
-from data_utils.corpus.json_records import UTF8_BOM, UnusableRecord
+from data_utils.corpus.json_records import UTF8_BOM, UnusableRecord, not_utf8
 from data_utils.corpus.stored_files import InputFile, refuse_other_content
 
 _BLOCK_ROWS = 512
@@ -19,12 +21,17 @@ FIRST_ROW = 2  # the number of the first row with values; the row of names is 1
 _NAMES = {",": "commas", "\t": "tabs"}
 
 
-def column_texts(
-    path: InputFile, chunks: Iterator[tuple[bytes, int]], delimiter: str, text_key: str, max_bytes: int
+def records(
+    path: InputFile,
+    chunks: Iterator[tuple[bytes, int]],
+    delimiter: str,
+    text_key: str | Sequence[str],
+    max_bytes: int,
 ) -> Iterator[tuple[list[bytes | UnusableRecord], int]]:
     """Yield (texts of the next rows as bytes, which may not be UTF-8; bytes of the file up to there).
 
-    Args: chunks: bytes of the file and how many were read. max_bytes: of a field and of a line.
+    Args: chunks: bytes of the file and how many were read. text_key: the column of the texts; or several, () = all:
+        rows are JSON objects of these. max_bytes: of a field and of a line.
     Raises: DataError for a file that is no such table, or one without the column.
     """
     position = 0
@@ -53,11 +60,11 @@ def column_texts(
         names = next(filter(None, rows), None)
         if names is None:  # an empty file
             return
-        column = _column(path, names, delimiter, text_key)
+        make = _reader(path, names, delimiter, text_key)
         texts: list[bytes | UnusableRecord] = []
         for row in rows:
             if row:  # an empty line is no row
-                texts.append(_text(row, column, len(names)))
+                texts.append(make(row))
             if len(texts) >= _BLOCK_ROWS:
                 yield texts, position
                 texts = []
@@ -106,9 +113,29 @@ def _column(path: InputFile, names: list[str], delimiter: str, text_key: str) ->
     )
 
 
-def _text(row: list[str], column: int, count: int) -> bytes | UnusableRecord:
-    if len(row) != count:
-        return UnusableRecord(
-            "wrong_columns", f"the row has {len(row)} fields, but the first row has {count}"
-        )
+def _reader(
+    path: InputFile, names: list[str], delimiter: str, text_key: str | Sequence[str]
+) -> Callable[[list[str]], bytes | UnusableRecord]:
+    """What makes a record of a row."""
+    if isinstance(text_key, str):
+        column = _column(path, names, delimiter, text_key)
+        return lambda row: _text(row, column) if len(row) == len(names) else _wrong_columns(row, names)
+    columns = {key: _column(path, names, delimiter, key) for key in text_key or names if key in names}
+    return lambda row: _object(row, columns) if len(row) == len(names) else _wrong_columns(row, names)
+
+
+def _text(row: list[str], column: int) -> bytes:
     return row[column].encode("utf-8", "surrogateescape")
+
+
+def _object(row: list[str], columns: Mapping[str, int]) -> bytes | UnusableRecord:
+    try:
+        return orjson.dumps({name: _text(row, column).decode() for name, column in columns.items()})
+    except UnicodeDecodeError as error:
+        return not_utf8(error)
+
+
+def _wrong_columns(row: list[str], names: list[str]) -> UnusableRecord:
+    return UnusableRecord(
+        "wrong_columns", f"the row has {len(row)} fields, but the first row has {len(names)}"
+    )

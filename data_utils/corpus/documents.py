@@ -18,10 +18,10 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.common.urls import is_url
@@ -49,6 +49,7 @@ DEFAULT_MAX_BAD_RECORDS = 1000
 BAD_RECORD_POLICIES = ("error", "skip")
 TEXT_SPLITS = ("file", "blank_lines", "lines")
 
+Parsed = TypeVar("Parsed")
 _BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+")
 _NEWLINE = re.compile(rb"\n")
 _RECORD_ENDS = {"jsonl": _NEWLINE, "lines": _NEWLINE, "blank_lines": _BLANK_LINES}  # formats that can be cut
@@ -288,11 +289,14 @@ def with_line_in_file(location: SourceLocation, text_split: str) -> SourceLocati
 
 def read_blocks(
     file_ranges: Iterable[FileRange],
-    text_key: str = "text",
+    text_key: str | Sequence[str] = TEXT_KEY,
     text_split: str = "file",
     block_bytes: int = BLOCK_BYTES,
 ) -> Iterator[RecordBlock]:
     """Cut file ranges into blocks of whole records, of about `block_bytes` each.
+
+    Args: text_key: the column of tables whose texts are the records; or several columns, () = all: then a record is the
+        row as a JSON object.
 
     Raises: DataError for files that cannot be read or decompressed and for records beyond MAX_RECORD_BYTES.
     """
@@ -411,14 +415,16 @@ def _read_until(file: IO[bytes], stop: float, chunk_bytes: int) -> Iterator[byte
         yield chunk
 
 
-def _row_blocks(path: InputFile, text_key: str) -> Iterator[RecordBlock]:
+def _row_blocks(path: InputFile, text_key: str | Sequence[str]) -> Iterator[RecordBlock]:
     """The blocks of a table."""
     consumed = 0
     if delimiter := DELIMITERS.get(file_ending(path)):
         row, chunks = csv_files.FIRST_ROW, _chunks(FileRange(path), "rows", BLOCK_BYTES)
-        blocks = csv_files.column_texts(path, chunks, delimiter, text_key, MAX_RECORD_BYTES)
-    else:
+        blocks = csv_files.records(path, chunks, delimiter, text_key, MAX_RECORD_BYTES)
+    elif isinstance(text_key, str):
         row, blocks = 1, column_files.column_texts(path, text_key)
+    else:
+        row, blocks = 1, column_files.row_objects(path, text_key)
     for rows, position in blocks:
         yield RecordBlock(str(path), "rows", 0, row, rows, len(rows), position - consumed)
         row, consumed = row + len(rows), position
@@ -431,26 +437,42 @@ def _row_blocks(path: InputFile, text_key: str) -> Iterator[RecordBlock]:
 def parse_block(block: RecordBlock, text_key: str = "text") -> ParsedBlock:
     """Parse the records of a block. Bad and empty records are counted, never raised."""
     parsed = ParsedBlock([], [], RecordCounts())
+
+    def parse(record: bytes | UnusableRecord) -> str | None:
+        return _parse_record(record, block.record_format, text_key)
+
+    for line, text in parsed_records(block, parse, parsed.counts):
+        if not text or text.isspace():
+            parsed.counts.empty_documents += 1
+        else:
+            parsed.texts.append(text)
+            parsed.lines.append(line)
+    return parsed
+
+
+def parsed_records(
+    block: RecordBlock, parse: Callable[[bytes | UnusableRecord], Parsed | None], counts: RecordCounts
+) -> Iterator[tuple[int, Parsed]]:
+    """The line of each record of a block, and what `parse` makes of it, which may raise UnusableRecord.
+
+    Args: parse: None for a blank line. counts: receives bad records and blank lines.
+    """
     unterminated_line = _unterminated_line(block)
     for line, record in _records(block):
         try:
-            text = _parse_record(record, block.record_format, text_key)
+            value = parse(record)
         except UnusableRecord as error:
             # A file that ends inside a record was cut off while it was copied: another remedy than for bad
             # JSON.
             is_cut_off = error.kind == "malformed_json" and line == unterminated_line
             problem = "truncated_record" if is_cut_off else error.kind
             note = " (the file ends inside this record)" if is_cut_off else ""
-            parsed.counts.add_bad(problem, SourceLocation(block.source, line, f"{error}{note}", block.start))
+            counts.add_bad(problem, SourceLocation(block.source, line, f"{error}{note}", block.start))
             continue
-        if text is None:
-            parsed.counts.blank_lines += 1
-        elif not text or text.isspace():
-            parsed.counts.empty_documents += 1
+        if value is None:
+            counts.blank_lines += 1
         else:
-            parsed.texts.append(text)
-            parsed.lines.append(line)
-    return parsed
+            yield line, value
 
 
 def text_bytes(text: str) -> int:

@@ -4,6 +4,8 @@
     PREFIX.idx   Megatron-LM's index: magic, version, dtype code, counts, then sequence lengths (int32),
                  byte pointers of the sequences (int64), document boundaries (int64)
     PREFIX.ent   optional: for each token the entity, capitals, span or label that begins there (int32, -1 = none)
+    PREFIX.hash  text pairs: for each document a hash of its text (uint64, 0 = no text)
+    PREFIX.score text pairs with scores: for each record its score (float32)
     PREFIX.json  the manifest: sizes and checksums of the files, counts, tokenizer, sources; see manifest.py
 
 One sequence is one document. A dataset without a manifest does not open, so the writer works under `.partial` names:
@@ -37,9 +39,13 @@ from data_utils.common.checksums import damage_at, damaged_block
 from data_utils.common.errors import DataError
 from data_utils.dataset.manifest import (
     ENTITIES,
+    FURTHER,
+    SCORES,
     SUFFIXES,
+    TEXT_HASHES,
     damaged,
     dataset_path,
+    documents_per_record,
     existing_files,
     read_manifest,
     require_finished,
@@ -136,6 +142,8 @@ class IndexedDataset:
             in the .bin file.
         lengths: int32 [num_documents], memory-mapped like pointers: tokens of each document.
         entities: int32 [num_tokens], like tokens: the content of PREFIX.ent; None: there is no such file.
+        text_hashes: uint64 [num_documents], memory-mapped like pointers: the content of PREFIX.hash; or None.
+        scores: float32 [records], memory-mapped like pointers: the content of PREFIX.score; or None.
         manifest: the manifest's tree (see data_utils/dataset/manifest.py).
     Raises: DataError when files are missing, damaged, or do not belong together.
     """
@@ -149,8 +157,7 @@ class IndexedDataset:
         self._advice = mmap.MADV_SEQUENTIAL if sequential else mmap.MADV_RANDOM
         sizes = file_sizes(self.prefix)
         self.manifest = read_manifest(prefix) if manifest is None else dict(manifest)
-        if ENTITIES in self.manifest["files"]:
-            sizes |= file_sizes(prefix, [ENTITIES])
+        sizes |= file_sizes(prefix, [suffix for suffix in FURTHER if suffix in self.manifest["files"]])
         # Sizes are compared at every open, because it costs nothing; checksums are for `verify_some` and `verify`.
         for suffix, size in sizes.items():
             if size != (recorded := self.manifest["files"][suffix]["bytes"]):
@@ -174,11 +181,11 @@ class IndexedDataset:
             )
         self._maps: list[tuple[mmap.mmap, int]] = []  # files for `prefetch`, and bytes of an element
         self.tokens: Any = self._open_tokens(".bin", self.dtype)
+        self._check_further_sizes(sizes)
         self.entities: Any = None
         if ENTITIES in sizes:
-            if sizes[ENTITIES] != 4 * self.num_tokens:
-                raise self.damaged(ENTITIES, f"does not have 4 bytes for each of {self.num_tokens} tokens")
             self.entities = self._open_tokens(ENTITIES, np.dtype("<i4"))
+        self.text_hashes, self.scores = (self._open_further(suffix) for suffix in (TEXT_HASHES, SCORES))
         self.lengths, self.pointers = self._open_index()
         self._check_pointers(sizes[".bin"])
         self._joined = self.manifest.get("num_sequences") is not None
@@ -270,6 +277,23 @@ class IndexedDataset:
             self._maps.append((mapped, dtype.itemsize))
             return np.frombuffer(mapped, dtype)
         return FileTokens(dataset_path(self.prefix, suffix), dtype, self.num_tokens)
+
+    def _check_further_sizes(self, sizes: Mapping[str, int]) -> None:
+        records = self.num_documents // documents_per_record(self.manifest)
+        counts = {"token": self.num_tokens, "document": self.num_documents, "record": records}
+        for suffix, (counted, dtype) in FURTHER.items():
+            size, count = np.dtype(dtype).itemsize, counts[counted]
+            if suffix in sizes and sizes[suffix] != size * count:
+                raise self.damaged(suffix, f"does not have {size} bytes for each of {count} {counted}s")
+
+    def _open_further(self, suffix: str) -> np.ndarray | None:
+        """Map a file with an element for each document or record; None: the dataset has none."""
+        if suffix not in self.manifest["files"]:
+            return None
+        dtype = np.dtype(FURTHER[suffix][1])
+        if (mapped := self._map(suffix)) is None:
+            return np.fromfile(dataset_path(self.prefix, suffix), dtype)
+        return np.frombuffer(mapped, dtype)
 
     def _open_index(self) -> tuple[np.ndarray, np.ndarray]:
         """Map the index. Returns: lengths and byte pointers of the documents."""

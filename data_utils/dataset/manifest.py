@@ -24,10 +24,12 @@ from data_utils.dataset.sources import Source, SourceGroup
 from data_utils.storage.listing import stored_content
 
 SUFFIXES = (".bin", ".idx", ".json")
-ENTITIES = ".ent"
+ENTITIES, TEXT_HASHES, SCORES = ".ent", ".hash", ".score"
+# Files that only some datasets have: what they have an element of, and its dtype.
+FURTHER = {ENTITIES: ("token", "<i4"), TEXT_HASHES: ("document", "<u8"), SCORES: ("record", "<f4")}
 # PREFIX.ent has entities if `entities.ids` is a checksum; if it begins with one of these, it has these instead.
 CAPITALS, LABELS, SPANS = "capitals", "labels", "spans"
-POSSIBLE_SUFFIXES = (".bin", ".idx", ENTITIES, ".json")  # the manifest last
+POSSIBLE_SUFFIXES = (".bin", ".idx", *FURTHER, ".json")  # the manifest last
 
 _FORMAT = "megatron_lite indexed dataset"
 _VERSION = 3
@@ -51,10 +53,25 @@ class _Entities(TypedDict):
     count: _Count
 
 
+class _Prompt(TypedDict):
+    text: str
+    tokens: _Count
+
+
+class _TextPairs(TypedDict):
+    """A dataset of text pairs: a record is 2 + negatives documents (data_utils/build/text_pairs.py)."""
+
+    negatives: Annotated[int, Field(ge=0, lt=1 << 16)]
+    prompts: TypedDict("_Prompts", {"query": _Prompt, "document": _Prompt})  # type: ignore[valid-type]
+
+
+_FILES = {".bin": _File, ".idx": _File, **dict.fromkeys(FURTHER, NotRequired[_File])}
+
+
 class _Facts(TypedDict):
     """The fields of a manifest that readers use. The others are for people."""
 
-    files: TypedDict("_Files", {".bin": _File, ".idx": _File, ".ent": NotRequired[_File]})  # type: ignore[valid-type]
+    files: TypedDict("_Files", _FILES)  # type: ignore[misc,valid-type]
     num_documents: _Count
     num_tokens: _Count
     dtype: str
@@ -66,6 +83,7 @@ class _Facts(TypedDict):
     sources: NotRequired[list[Source]]
     source_groups: NotRequired[list[SourceGroup]]
     entities: NotRequired[_Entities]
+    text_pairs: NotRequired[_TextPairs]
     num_sequences: NotRequired[_Count]  # of an adopted dataset whose sequences are joined to documents
     largest_id: NotRequired[_Count]  # of an adopted dataset
 
@@ -138,8 +156,21 @@ def require_facts(prefix: str | Path, tree: Mapping[str, Any]) -> None:
         raise damaged(prefix, ".json", "lists a different number of sources than of source sizes")
     if ("entities" in facts) != (ENTITIES in facts["files"]):
         raise damaged(prefix, ".json", "has the entry for entities or the one for their file, but not both")
+    if ("text_pairs" in facts) != (TEXT_HASHES in facts["files"]):
+        raise damaged(
+            prefix, ".json", "has the entry for text pairs or the one for their hashes, but not both"
+        )
+    if "text_pairs" in facts and facts["num_documents"] % documents_per_record(tree):
+        raise damaged(prefix, ".json", "has a number of documents that is no whole number of text pairs")
+    if SCORES in facts["files"] and "text_pairs" not in facts:
+        raise damaged(prefix, ".json", "has an entry for scores, but none for text pairs")
     if facts.get("documents_end_with_eos") and facts.get("eos") is None:
         raise damaged(prefix, ".json", "records that documents end with eos, but not the id of eos")
+
+
+def documents_per_record(tree: Mapping[str, Any]) -> int:
+    """Consecutive documents that make a record: those of a text pair with its negatives; 1 in other datasets."""
+    return 2 + tree["text_pairs"]["negatives"] if "text_pairs" in tree else 1
 
 
 def require_finished(prefix: str | Path) -> None:

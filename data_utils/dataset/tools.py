@@ -19,7 +19,12 @@ from data_utils.common.files import disk_errors, locked, require_prefix, write_a
 from data_utils.common.progress import progress_bar
 from data_utils.dataset.indexed_dataset import IndexedDataset, document_starts, file_sizes, read_header
 from data_utils.dataset.manifest import (
+    ENTITIES,
+    FURTHER,
+    SCORES,
+    TEXT_HASHES,
     dataset_path,
+    documents_per_record,
     existing_files,
     is_left_by_a_stopped_writer,
     manifest_bytes,
@@ -96,6 +101,7 @@ def merge_datasets(prefixes: Sequence[str], output: str, overwrite: bool = False
                 f"datasets {datasets[0].prefix} and {dataset.prefix} do not have the same entities or labels; "
                 "rebuild one with the --entity-ids, --capitals, --spans-key, --labels or --markers of the other."
             )
+    _require_same_text_pairs(datasets)
     require_prefix(str(output))
     existing = existing_files(output)
     inputs = [dataset_path(prefix, ".bin") for prefix in prefixes]
@@ -113,19 +119,46 @@ def merge_datasets(prefixes: Sequence[str], output: str, overwrite: bool = False
     facts = _merged_manifest(datasets)  # refused before the work, if at all
     total = sum(dataset.num_tokens for dataset in datasets)
     with (
-        IndexedDatasetWriter(output, first["vocab_size"], entity_ids[0] is not None) as writer,
+        IndexedDatasetWriter(output, first["vocab_size"], _further(datasets[0])) as writer,
         progress_bar(total=total, unit="token", unit_scale=True, desc="merge") as bar,
     ):
         for dataset in datasets:
-            for start in range(0, dataset.num_documents, _DOCUMENTS):
-                lengths = dataset.lengths[start : start + _DOCUMENTS]
+            per_record = documents_per_record(dataset.manifest)
+            step = _DOCUMENTS // per_record * per_record or per_record
+            for start in range(0, dataset.num_documents, step):
+                lengths = dataset.lengths[start : start + step]
                 begin = int(dataset.pointers[start]) // dataset.dtype.itemsize
-                span = slice(begin, begin + int(lengths.sum(dtype=np.int64)))
-                tokens = dataset.tokens[span]
-                writer.add(tokens, lengths, None if dataset.entities is None else dataset.entities[span])
-                bar.update(len(tokens))
+                tokens = slice(begin, begin + int(lengths.sum(dtype=np.int64)))
+                records = slice(start // per_record, (start + len(lengths)) // per_record)
+                further = {
+                    ENTITIES: (dataset.entities, tokens),
+                    TEXT_HASHES: (dataset.text_hashes, slice(start, start + step)),
+                    SCORES: (dataset.scores, records),
+                }
+                arrays = [array[part] for array, part in further.values() if array is not None]
+                writer.add(dataset.tokens[tokens], lengths, *arrays)
+                bar.update(tokens.stop - tokens.start)
         writer.finish(facts)
     return IndexedDataset(output)
+
+
+def _further(dataset: IndexedDataset) -> list[str]:
+    return [suffix for suffix in FURTHER if suffix in dataset.manifest["files"]]
+
+
+def _require_same_text_pairs(datasets: Sequence[IndexedDataset]) -> None:
+    """Raise DataError unless all datasets are text pairs of one form, or none is of text pairs."""
+    forms = []
+    for dataset in datasets:
+        entry = dataset.manifest.get("text_pairs")
+        forms.append(entry and (entry["negatives"], entry["prompts"], dataset.scores is not None))
+    for dataset, form in zip(datasets, forms, strict=True):
+        if form != forms[0]:
+            raise DataError(
+                f"datasets {datasets[0].prefix} and {dataset.prefix} are not text pairs with the same number of "
+                "negatives and the same prompts, both with scores or both without; rebuild one with the options of "
+                "the other."
+            )
 
 
 def _identity(dataset: IndexedDataset) -> dict[str, Any]:
@@ -151,6 +184,7 @@ def _merged_manifest(datasets: Sequence[IndexedDataset]) -> dict[str, Any]:
     return {
         **{key: manifests[0].get(key) for key in ("eos", "documents_end_with_eos", "tokenizer")},
         **joined_entities([manifest["entities"] for manifest in manifests if "entities" in manifest]),
+        **_joined_text_pairs([manifest["text_pairs"] for manifest in manifests if "text_pairs" in manifest]),
         "merged": [
             {
                 "prefix": str(dataset.prefix),
@@ -173,6 +207,14 @@ def joined_entities(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         name: sum(entry["mentions"].get(name, 0) for entry in entries) for name in entries[0]["mentions"]
     }
     return {"entities": {**entries[0], "mentions": mentions}}
+
+
+def _joined_text_pairs(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The entry `text_pairs` of a merged manifest, with the columns of its first dataset; {} without any."""
+    if not entries:
+        return {}
+    counts = {name: sum(entry["counts"][name] for entry in entries) for name in entries[0]["counts"]}
+    return {"text_pairs": {**entries[0], "counts": counts}}
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import numpy as np
 from data_utils.common.checksums import FileChecksums, difference
 from data_utils.common.progress import progress_bar
 from data_utils.dataset.indexed_dataset import CHUNK, IndexedDataset
-from data_utils.dataset.manifest import ENTITIES, dataset_path
+from data_utils.dataset.manifest import ENTITIES, SCORES, TEXT_HASHES, dataset_path
 
 
 def verify(dataset: IndexedDataset) -> int:
@@ -27,6 +27,7 @@ def verify(dataset: IndexedDataset) -> int:
         if problem := difference(recorded, checksums[suffix]):
             raise dataset.damaged(suffix, problem)
     _verify_entities(dataset)
+    _verify_text_pairs(dataset)
     if dataset.manifest.get("documents_end_with_eos"):
         _verify_document_ends(dataset, dataset.manifest["eos"])
     return largest
@@ -65,6 +66,22 @@ def _verify_entities(dataset: IndexedDataset) -> None:
         chunk, count = dataset.entities[start : start + CHUNK], dataset.manifest["entities"]["count"]
         if int(chunk.max()) >= count or int(chunk.min()) < -1:
             raise dataset.damaged(ENTITIES, f"has an entity id that is not below {count} after token {start}")
+
+
+def _verify_text_pairs(dataset: IndexedDataset) -> None:
+    hashes, scores = dataset.text_hashes, dataset.scores
+    if hashes is None:
+        return
+    for start in range(0, dataset.num_documents, CHUNK):
+        stop = start + CHUNK
+        if np.any((hashes[start:stop] != 0) != (dataset.lengths[start:stop] != 0)):
+            raise dataset.damaged(
+                TEXT_HASHES, f"does not have a hash of each text, and 0 of none, after {start}"
+            )
+    for start in range(0, 0 if scores is None else len(scores), CHUNK):
+        assert scores is not None
+        if not np.isfinite(scores[start : start + CHUNK]).all():
+            raise dataset.damaged(SCORES, f"has a score that is no number after record {start}")
 
 
 def _verify_document_ends(dataset: IndexedDataset, eos: int) -> None:

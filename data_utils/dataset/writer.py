@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,7 +23,7 @@ from data_utils.common.files import (
     write_synced,
 )
 from data_utils.dataset.indexed_dataset import CHUNK, DTYPE_CODES, HEADER, INDEX_VERSION, MAGIC
-from data_utils.dataset.manifest import ENTITIES, POSSIBLE_SUFFIXES, dataset_path, manifest_bytes
+from data_utils.dataset.manifest import FURTHER, POSSIBLE_SUFFIXES, dataset_path, manifest_bytes
 
 _UINT16_VOCAB_LIMIT = 65500  # Megatron-LM's own limit, so that both choose the same dtype
 
@@ -74,10 +74,11 @@ class IndexedDatasetWriter:
     """Write one dataset: `add` batches of documents, then `finish`. Leaving the context without it aborts.
 
     Memory use does not grow with the dataset. Ids must lie in [0, vocab_size).
+    Args: further: suffixes of FURTHER, the files that the dataset has besides.
     Raises: DataError for a path that cannot be written, an id out of range, or another active writer.
     """
 
-    def __init__(self, prefix: str | Path, vocab_size: int, has_entities: bool = False) -> None:
+    def __init__(self, prefix: str | Path, vocab_size: int, further: Sequence[str] = ()) -> None:
         self.prefix = Path(prefix)
         self.vocab_size = vocab_size
         self.dtype = token_dtype(vocab_size)
@@ -86,20 +87,21 @@ class IndexedDatasetWriter:
         self._sealed = False
         self._finished = False
         self._renamed: list[Path] = []
-        suffixes = (".bin", ".idx", *[ENTITIES] * has_entities)
-        self._checksums = {suffix: FileChecksums() for suffix in suffixes}
+        self._checksums = {suffix: FileChecksums() for suffix in (".bin", ".idx", *further)}
         with disk_errors(self.prefix), contextlib.ExitStack() as opened:
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
             self._bin = opened.enter_context(_create_exclusively(self._partial(".bin")))
             # In a file: the index begins with their number, and memory must not grow with the corpus.
             self._lengths = opened.enter_context(open_new(self._partial(".lengths")))
-            self._entities: Any = has_entities and opened.enter_context(open_new(self._partial(ENTITIES)))
+            self._further = {
+                suffix: opened.enter_context(open_new(self._partial(suffix))) for suffix in further
+            }
             self._files = opened.pop_all()
 
-    def add(self, tokens: np.ndarray, lengths: np.ndarray, entities: np.ndarray | None = None) -> None:
+    def add(self, tokens: np.ndarray, lengths: np.ndarray, *further: np.ndarray) -> None:
         """Append documents.
 
-        Args: tokens: int [sum(lengths)]. lengths: int [documents]. entities: int [sum(lengths)], with `has_entities`.
+        Args: tokens: int [sum(lengths)]. lengths: int [documents]. further: the elements of each further file.
         """
         assert not self._sealed and int(lengths.sum()) == len(tokens)
         if lengths.size and int(lengths.max()) > np.iinfo(np.int32).max:
@@ -109,24 +111,25 @@ class IndexedDatasetWriter:
             self._bin.write(data)
             self._lengths.write(np.ascontiguousarray(lengths, dtype="<i4").data)
         self._checksums[".bin"].update(data)
-        if self._entities:
-            assert entities is not None and len(entities) == len(tokens)
-            data = np.ascontiguousarray(entities, "<i4").data
+        for (suffix, file), array in zip(self._further.items(), further, strict=True):
+            counted, dtype = FURTHER[suffix]
+            assert counted == "record" or len(array) == len(tokens if counted == "token" else lengths)
+            data = np.ascontiguousarray(array, dtype).data
             with disk_errors(self.prefix):
-                self._entities.write(data)
-            self._checksums[ENTITIES].update(data)
+                file.write(data)
+            self._checksums[suffix].update(data)
         self.num_documents += len(lengths)
         self.num_tokens += len(tokens)
 
     def seal(self) -> None:
-        """Complete both files and force them to disk, still under their partial names."""
+        """Complete all files and force them to disk, still under their partial names."""
         if self._sealed:
             return
         with disk_errors(self.prefix):
             self._lengths.close()
             sync_file(self._bin)
-            if self._entities:
-                sync_file(self._entities)
+            for file in self._further.values():
+                sync_file(file)
             with open_new(self._partial(".idx")) as index:
                 lengths = (
                     np.memmap(self._partial(".lengths"), "<i4", "r") if self.num_documents else np.empty(0)

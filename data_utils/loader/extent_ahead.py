@@ -14,9 +14,15 @@ from data_utils.objectives import ObjectiveChoice
 
 
 def mixtures_ahead(
-    data: DataConfig, seed: int, objectives: Sequence[ObjectiveChoice], phases: Sequence[PhaseSamples] = ()
+    data: DataConfig,
+    seed: int,
+    objectives: Sequence[ObjectiveChoice],
+    phases: Sequence[PhaseSamples] = (),
+    unit: int = 1,
 ) -> list[Mixture]:
-    """The mixture of each phase of the training samples. Only sizes of the corpora are read. Args: seed: the run's.
+    """The mixture of each phase of the training samples. Only sizes of the corpora are read.
+
+    Args: seed: the run's. unit: `Config.sample_unit`.
 
     Raises: ConfigError, DataError as `open_datasets` does for corpora that are missing or too small.
     """
@@ -24,7 +30,8 @@ def mixtures_ahead(
     choices = [*objectives, *(choice for phase in phases for choice in phase.objectives)]
     opener = CorpusOpener(data, objectives, choices, data.row_length or max(lengths))
     indexes = [opener.index(corpus) for corpus in data.train]
-    return phase_mixtures(indexes, derive_seed(seed, "train"), phases or [PhaseSamples(0, data, objectives)])
+    phases = phases or [PhaseSamples(0, data, objectives)]
+    return phase_mixtures(indexes, derive_seed(seed, "train"), phases, unit)
 
 
 def extent_if_here(
@@ -34,10 +41,11 @@ def extent_if_here(
     batch_size: int,
     objectives: Sequence[ObjectiveChoice],
     phases: Sequence[PhaseSamples] = (),
+    unit: int = 1,
 ) -> Iterator[str]:
-    """`extent` of a run; a line that says so where its corpora are elsewhere. Args: seed: the run's."""
+    """`extent` of a run; a line that says so where its corpora are elsewhere. Args: as for `mixtures_ahead`."""
     absent = [corpus.prefix for corpus in data.train if not dataset_path(corpus.prefix, ".json").exists()]
     if absent or not data.train:
         yield f"{absent[0] if absent else 'data.train'} is not on this machine, so the number of epochs is unknown"
         return
-    yield from extent(mixtures_ahead(data, seed, objectives, phases), samples, batch_size)
+    yield from extent(mixtures_ahead(data, seed, objectives, phases, unit), samples, batch_size)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,7 @@ from data_utils.common.seeds import derive_seed
 from data_utils.common.urls import is_url
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.local_copy import local_copy
-from data_utils.dataset.manifest import LABELS
+from data_utils.dataset.manifest import ENTITIES, LABELS, SCORES, TEXT_HASHES
 from data_utils.loader.annotations import require_annotation
 from data_utils.loader.config import CorpusConfig, DataConfig, PhaseSamples
 from data_utils.loader.epoch_caps import capped_weights
@@ -36,6 +36,8 @@ from data_utils.objectives.own_corpora import shares
 from data_utils.tokenizers.tokenizer import Tokenizer
 from data_utils.tokenizers.vocabulary import Vocabulary, vocabulary_of
 
+# Further files of a corpus, and what a checkpoint calls their checksums.
+FURTHER_CHECKSUMS = {ENTITIES: "entities_sha256", TEXT_HASHES: "hashes_sha256", SCORES: "scores_sha256"}
 _BLOCKS_CHECKED = 4  # MiB of each file of a corpus, by each rank at its start
 
 
@@ -52,6 +54,10 @@ class SampleLoader:
     def mixtures(self) -> list[Mixture]:
         """The mixture of each phase of the run."""
         return [self.mixture]
+
+    def mixture_at(self, indices: np.ndarray) -> Mixture:
+        """The mixture of samples int64 [B] of one phase."""
+        return self.mixture
 
     def batch(self, indices: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """Samples int64 [B] as int32 [B, len(FIELDS), row_length], in `out` if given: a new array costs more."""
@@ -71,10 +77,10 @@ class SampleLoader:
                 "documents": len(index.dataset),
                 "tokens": index.dataset.num_tokens,
                 "sha256": identity(index.dataset.manifest["files"][".bin"]),
-                **_identity("entities_sha256", index.dataset, ".ent"),
+                **_identities(index.dataset, FURTHER_CHECKSUMS),
                 "weight": weight,
                 # Only where the decoder reads its own token file.
-                **_identity("decoder_sha256", getattr(index, "decoder_dataset", None), ".bin"),
+                **_identities(getattr(index, "decoder_dataset", None), {".bin": "decoder_sha256"}),
             }
             for index, weight in self.mixture.corpora
         ]
@@ -101,6 +107,9 @@ class PhasedLoader(SampleLoader):
     def mixtures(self) -> list[Mixture]:
         return [loader.mixture for loader in self._loaders]
 
+    def mixture_at(self, indices: np.ndarray) -> Mixture:
+        return self._loader_at(indices).mixture
+
     def batch(self, indices: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         return self._loader_at(indices).batch(indices, out)
 
@@ -115,10 +124,10 @@ class PhasedLoader(SampleLoader):
         return self._loaders[phase]
 
 
-def _identity(key: str, dataset: IndexedDataset | None, ending: str) -> dict[str, object]:
-    """The checksum of a file of a dataset, under `key`; empty where there is no such file."""
-    entry = None if dataset is None else dataset.manifest["files"].get(ending)
-    return {} if entry is None else {key: identity(entry)}
+def _identities(dataset: IndexedDataset | None, names: Mapping[str, str]) -> dict[str, object]:
+    """The checksums of files of a dataset that exist. Args: names: suffix of a file -> name of its checksum."""
+    files = {} if dataset is None else dataset.manifest["files"]
+    return {name: identity(files[suffix]) for suffix, name in names.items() if suffix in files}
 
 
 def collate(
@@ -192,6 +201,7 @@ def open_datasets(
     seed: int,
     decoder_tokenizer: Tokenizer | None = None,
     phases: Sequence[PhaseSamples] = (),
+    unit: int = 1,
 ) -> Datasets:
     """Open the corpora of a run and check that `tokenizer` made them.
 
@@ -199,6 +209,7 @@ def open_datasets(
         objectives: `Config.objective_choices`.
         decoder_tokenizer: the tokenizer of each `decoder_prefix`, where the decoder has its own.
         phases: of the training samples, where the run has several; validation is of `data` in all.
+        unit: `Config.sample_unit`.
     Raises: ConfigError without a training corpus or for objectives that do not suit the vocabulary;
         DataError for a missing, damaged or foreign dataset.
     """
@@ -212,7 +223,7 @@ def open_datasets(
     shorten = Shortener(data.short_prob, seed) if data.short_prob else None
     loaders = [
         _make_loader(
-            opener.mixture(corpora, derive_seed(seed, name)), objective, corpora, objectives, shorten
+            opener.mixture(corpora, derive_seed(seed, name), unit), objective, corpora, objectives, shorten
         )
         for name, corpora in (("train", data.train), ("validation", data.validation))
         if corpora
@@ -241,7 +252,7 @@ def _phased_loader(
     run: SampleLoader, phases: Sequence[PhaseSamples], vocabulary: Vocabulary, seed: int
 ) -> SampleLoader:
     """The loader of all phases. Args: run: the loader of the run, whose corpora they share. seed: of the run."""
-    mixtures = phase_mixtures(run.mixture.indexes, run.mixture.seed, phases)
+    mixtures = phase_mixtures(run.mixture.indexes, run.mixture.seed, phases, run.mixture.unit)
     loaders = []
     for mixture, phase in zip(mixtures, phases, strict=True):
         data, choices = phase.data, phase.objectives
@@ -278,8 +289,10 @@ def corpus_weights(
     return weights
 
 
-def phase_mixtures(indexes: Sequence[Index], seed: int, phases: Sequence[PhaseSamples]) -> list[Mixture]:
-    """The mixture of each phase. Args: seed: of the mixtures."""
+def phase_mixtures(
+    indexes: Sequence[Index], seed: int, phases: Sequence[PhaseSamples], unit: int = 1
+) -> list[Mixture]:
+    """The mixture of each phase. Args: seed, unit: of the mixtures."""
     lengths = [phase.data.sequence_length for phase in phases]
     weights: Sequence[Sequence[float]] = [
         corpus_weights(phase.data.train, phase.objectives, indexes, length)
@@ -292,7 +305,7 @@ def phase_mixtures(indexes: Sequence[Index], seed: int, phases: Sequence[PhaseSa
             for index in indexes
             if isinstance(index, WindowIndex)
         ]
-    mixtures_of = functools.partial(_following_mixtures, indexes, seed)
+    mixtures_of = functools.partial(_following_mixtures, indexes, seed, unit)
     if phases[0].data.has_caps:
         windows = [[epoch_windows(index, length) for index in indexes] for length in lengths]
         weights = capped_weights(weights, windows, seed, phases, mixtures_of)
@@ -300,12 +313,16 @@ def phase_mixtures(indexes: Sequence[Index], seed: int, phases: Sequence[PhaseSa
 
 
 def _following_mixtures(
-    indexes: Sequence[Index], seed: int, phases: Sequence[PhaseSamples], weights: Sequence[Sequence[float]]
+    indexes: Sequence[Index],
+    seed: int,
+    unit: int,
+    phases: Sequence[PhaseSamples],
+    weights: Sequence[Sequence[float]],
 ) -> list[Mixture]:
     """Args: indexes: with the length of the first phase. weights: [phases][corpora]."""
     lengths = [phase.data.sequence_length for phase in phases]
     region = phases[0].data.region
-    mixtures = [Mixture(list(zip(indexes, weights[0], strict=True)), seed)]
+    mixtures = [Mixture(list(zip(indexes, weights[0], strict=True)), seed, unit=unit)]
     # Scattered windows, cut off in the middle of an epoch, leave holes too short for a longer window; streams
     # of positions do not.
     if region or len(set(lengths)) > 1:
@@ -328,16 +345,21 @@ class CorpusOpener:
     all_choices: Sequence[ObjectiveChoice]
     row_length: int
 
-    def mixture(self, corpora: Sequence[CorpusConfig], seed: int) -> Mixture:
+    def mixture(self, corpora: Sequence[CorpusConfig], seed: int, unit: int) -> Mixture:
         indexes = [self.index(corpus) for corpus in corpora]
         weights = corpus_weights(corpora, self.choices, indexes)
-        return Mixture(list(zip(indexes, weights, strict=True)), seed)
+        return Mixture(list(zip(indexes, weights, strict=True)), seed, unit=unit)
 
     def index(self, corpus: CorpusConfig) -> Index:
         length = self.data.sequence_length
         dataset = self.open(corpus.prefix)
         if corpus.objective is not None:
             return open_pairs(corpus, dataset, length, self.choices)
+        if "text_pairs" in dataset.manifest:
+            raise DataError(
+                f"dataset {corpus.prefix} has text pairs, but its corpus names no objective; add objective: "
+                "contrastive to it in data.train."
+            )
         sections = [choice.section for choice in self.all_choices]
         if not sections[0].whole_documents:
             # LABELS belong to corpora of pairs, which name their objective and are opened above.

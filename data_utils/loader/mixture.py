@@ -8,6 +8,9 @@ size, any number of ranks and any point of resumption. The state of a loader is 
 Where weights change with a phase of the run, blocks count from its first sample, and each corpus goes on with the
 ordinal that the phases before it left: a corpus is one stream over all phases, and its epochs have no gap.
 
+Where a batch must be of one corpus, samples are dealt as units of one batch each: sample s is in unit s // unit, blocks
+are of units, and quotas are exact over units.
+
 The price of exact quotas: weights are rounded to 1/BLOCK_SIZE, and a weight that rounds to 0 is refused.
 """
 
@@ -122,6 +125,7 @@ class Mixture:
         seed: of the order of all samples.
         start: of the phase; by default that of the run.
         streams: of the corpora, where they have regions or the length changes: then no windows are read.
+        unit: consecutive samples that are of one corpus; a phase begins with a whole one.
     Raises: ConfigError for bad weights; DataError for a corpus without windows, or for corpora whose
         manifests name different tokenizers.
     """
@@ -132,8 +136,10 @@ class Mixture:
         seed: int,
         start: Start = _RUN_START,
         streams: Sequence[Stream] = (),
+        unit: int = 1,
     ) -> None:
         self.corpora = list(corpora)
+        self.unit = unit
         self.seed = seed
         self.start = start
         self.streams = list(streams)
@@ -154,8 +160,8 @@ class Mixture:
         key = derive_key(self._key_seed, BLOCK_ORDER, start.phase << PHASE_BITS)
         self._table = (0, *block_table(self._starts, BLOCK_SIZE, np.uint64(key)))  # of the last block used
 
-    def __reduce__(self) -> tuple[type, tuple[list[tuple[Index, float]], int, Start, list[Stream]]]:
-        return type(self), (self.corpora, self.seed, self.start, self.streams)
+    def __reduce__(self) -> tuple[type, tuple[list[tuple[Index, float]], int, Start, list[Stream], int]]:
+        return type(self), (self.corpora, self.seed, self.start, self.streams, self.unit)
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Where samples are: indices int64 [B], each of the phase -> corpus, epoch, window, each int64 [B]."""
@@ -164,15 +170,15 @@ class Mixture:
 
     def deal(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The corpus of each sample, and how many of its samples come before: int64 [B] each."""
-        indices = np.ascontiguousarray(indices, np.int64)
-        phase, first_sample, _ = self.start
-        assert not len(indices) or indices.min() >= first_sample
+        units, places = np.divmod(np.asarray(indices, np.int64) - self.start.first_sample, self.unit)
+        assert not len(units) or units.min() >= 0
         table = self._table  # one read: another thread may replace it
+        units_before = self._samples_before // self.unit
         corpora, ordinals, *table = deal_samples(
-            self._key_seed, indices, phase, first_sample, self._samples_before, self._starts, *table
+            self._key_seed, units, self.start.phase, 0, units_before, self._starts, *table
         )
         self._table = tuple(table)
-        return corpora, ordinals
+        return corpora, ordinals * self.unit + places
 
     def after(self, count: int) -> tuple[int, ...]:
         """Samples of each corpus before the sample `count` of the phase, with those of former phases of its length."""
@@ -181,7 +187,11 @@ class Mixture:
     def dealt(self, count: int) -> np.ndarray:
         """How many of the phase's first `count` samples are of each corpus, int64 [corpora]."""
         weights = [weight for _, weight in self.corpora]
-        return samples_of_corpora(self.seed, weights, count, self.start.phase)
+        units, rest = divmod(count, self.unit)
+        samples = samples_of_corpora(self.seed, weights, units, self.start.phase) * self.unit
+        if rest:  # of a unit that is not whole
+            samples[self.deal(np.array([self.start.first_sample + count - 1]))[0]] += rest
+        return samples
 
     def epochs(self, count: int) -> list[float]:
         """How often each corpus was read before the sample `count` of the phase, former phases included."""
@@ -205,7 +215,7 @@ class Mixture:
             # Streams carry on where they are by position, so ordinals count from 0 again.
             samples_before = ()
         start = Start(self.start.phase + 1, first_sample, samples_before)
-        return Mixture(list(zip(indexes, weights, strict=True)), self.seed, start, streams)
+        return Mixture(list(zip(indexes, weights, strict=True)), self.seed, start, streams, self.unit)
 
     def as_streams(self, region: int) -> Mixture:
         """The same corpora with regions of `region` costs, 0 = none, and lengths that may change."""
@@ -215,7 +225,7 @@ class Mixture:
             key = functools.partial(_epoch_key, self._key_seed, corpus + 1)
             axis = Axis(index.cost, region, index.document_overhead, key, index.text_end)
             streams.append(Stream(axis, index.window_length))
-        return Mixture(self.corpora, self.seed, self.start, streams)
+        return Mixture(self.corpora, self.seed, self.start, streams, self.unit)
 
     def fetch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The tokens of samples, indices int64 [B], in their order.

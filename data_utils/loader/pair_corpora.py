@@ -25,16 +25,17 @@ from data_utils.loader.annotations import require_annotation
 from data_utils.loader.config import CorpusConfig
 from data_utils.loader.mixture import Mixture
 from data_utils.loader.sampler import WindowIndex
+from data_utils.loader.text_pairs import TextPairIndex, open_text_pairs
 from data_utils.objectives import ObjectiveChoice
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD, Objective
 from data_utils.objectives.mixed import Mixed
-from data_utils.objectives.own_corpora import pair_objective
+from data_utils.objectives.own_corpora import TEXT_PAIRS, pair_objective
 
 
 def open_pairs(
     corpus: CorpusConfig, dataset: IndexedDataset, length: int, choices: Sequence[ObjectiveChoice]
-) -> PairIndex:
-    """The windows of a corpus of pairs.
+) -> PairIndex | TextPairIndex:
+    """The samples of a corpus of pairs.
 
     Raises: ConfigError for an objective that the run has not or that reads text; DataError for a dataset without pairs,
         or with another number of labels than the objective.
@@ -48,6 +49,8 @@ def open_pairs(
         f"for pairs ({', '.join(filter(None, map(pair_objective, choices))) or 'none'}); add it to objectives or "
         "remove the corpus.",
     )
+    if section.own_corpora == TEXT_PAIRS:
+        return open_text_pairs(corpus, dataset, length, section)
     require_annotation(dataset, {LABELS})
     count = dataset.manifest["entities"]["count"]
     if count != section.classes:

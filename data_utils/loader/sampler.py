@@ -357,6 +357,21 @@ class WindowIndex:
         chunks = np.empty((self.max_chunks, 2), np.int64)
         return chunks[: _window_chunks(*self._geometry, *self.costs(window), chunks)]
 
+    def plan(
+        self,
+        starts: np.ndarray,
+        stops: np.ndarray,
+        samples: np.ndarray,
+        first_tokens: np.ndarray,
+        chunk_lengths: np.ndarray,
+        counts: np.ndarray,
+    ) -> None:
+        """Write where the tokens of costs [starts[i], stops[i]) begin, and their chunks, for sample samples[i].
+
+        Args: first_tokens, counts: int64 [samples]; chunk_lengths: int32 [samples, most chunks].
+        """
+        _plan_chunks(*self._geometry, starts, stops, samples, first_tokens, chunk_lengths, counts)
+
     def gather(self, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The tokens of windows, int64 [B]; see `gather`."""
         windows = np.asarray(windows, np.int64)
@@ -407,7 +422,7 @@ def gather(
     )
     counts = np.zeros(num_samples, np.int64)
     for index, starts, stops, samples in requests:
-        _plan_chunks(*index._geometry, starts, stops, samples, first_tokens, chunk_lengths, counts)
+        index.plan(starts, stops, samples, first_tokens, chunk_lengths, counts)
     packed, positions = _concatenated_lengths(chunk_lengths, counts)
     out = np.full((1 + any(request[0].has_entities for request in requests), positions[-1]), -1, np.int32)
     for index, _, _, samples in requests:

@@ -69,6 +69,9 @@ class ObjectiveConfig(ABC):
     # The annotation of each token that `fill` also reads: "entities", "capitals", "spans" or "labels", see `gather` in
     # data_utils/loader/sampler.py; None = nothing.
     token_annotation: str | None = None
+    # The kind of corpora that the objective alone reads, each of which names it: "labelled pairs" or "text pairs";
+    # None = it reads text.
+    own_corpora: str | None = None
     token_units_setting = "whole_words=false"  # makes the objective mask tokens instead of whole words
     # The module whose MODEL_SPEC describes the model that the objective trains
     # (megatron_lite/transformer/build.py); None = one Transformer.

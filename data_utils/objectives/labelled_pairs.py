@@ -18,7 +18,7 @@ from data_utils.common.losses import CLASS_HEADS, Loss
 from data_utils.common.settings import checked, setting
 from data_utils.objectives.labelled_text import LabelledText, LabelledTextConfig, label_documents
 from data_utils.objectives.masked_text import FROM_CORPUS, LENGTH_OF_A
-from data_utils.objectives.own_corpora import check_corpora
+from data_utils.objectives.own_corpora import LABELLED_PAIRS, check_corpora
 from data_utils.objectives.registry import register
 
 MARKERS = 78  # lines of configs/labels/markers.txt
@@ -29,6 +29,7 @@ class LabelledPairsConfig(LabelledTextConfig):
     classes: int = setting(2, "Number of labels in its corpora.", at_least=2)
 
     token_annotation = "labels"
+    own_corpora = LABELLED_PAIRS
 
     @property
     def pairing(self) -> int:

@@ -9,10 +9,12 @@ from data_utils.common.errors import ConfigError
 from data_utils.common.settings import check
 from data_utils.objectives import ObjectiveChoice
 
+LABELLED_PAIRS, TEXT_PAIRS = "labelled pairs", "text pairs"
+
 
 def pair_objective(choice: ObjectiveChoice) -> str | None:
     """The name of an objective that reads corpora of its own; None for one that reads text."""
-    return choice.name if choice.section.token_annotation == "labels" else None
+    return None if choice.section.own_corpora is None else choice.name
 
 
 def shares(
@@ -52,4 +54,4 @@ def check_corpora(config: Any) -> None:
             shares(corpora, config.objective_choices, [corpus.share for corpus in corpora])
     for name in ("region", "short_prob"):
         value = getattr(config.data, name)
-        check(value == 0, f"data.{name} is {value}, but pairs are never truncated; set it to 0.")
+        check(value == 0, f"data.{name} is {value}, but pairs are no windows of text; set it to 0.")

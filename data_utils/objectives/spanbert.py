@@ -1,4 +1,4 @@
-"""SpanBERT (arXiv:1907.10529): spans of whole words, predicted in place and from their borders.
+"""SpanBERT (arXiv:1907.10529): spans of whole words, predicted in place and from their boundaries.
 
 Span lengths are geometric in words (p = 0.2, at most 10: mean 3.8), and 80/10/10 is drawn once per span. The
 span-boundary objective predicts every token of a span from the hidden states just outside it and from its place in the

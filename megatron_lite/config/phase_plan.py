@@ -97,7 +97,7 @@ class PhasePlan:
             choice.name
             for each in self.configs
             for choice in each.objective_choices
-            if choice.section.whole_documents or choice.section.token_annotation == "labels"
+            if choice.section.whole_documents or choice.section.own_corpora is not None
         ]
         check(
             not self._reads_regions or not packing,

@@ -32,6 +32,7 @@ from data_utils.common.settings import (
 from data_utils.loader.config import DataConfig
 from data_utils.objectives import OBJECTIVES, ObjectiveChoice, loss_share, objective_class, section_class
 from data_utils.objectives.interface import ObjectiveConfig
+from data_utils.objectives.own_corpora import TEXT_PAIRS
 from data_utils.tasks.config import TaskConfig
 from data_utils.tokenizers.tokenizer_readers import TokenizerConfig
 from megatron_lite.config.deepspeed_file import with_deepspeed
@@ -146,6 +147,12 @@ class Config:
     def phase_plan(self) -> PhasePlan:
         """Which settings hold at which step; computed at each call."""
         return PhasePlan(self)
+
+    @property
+    def sample_unit(self) -> int:
+        """Consecutive samples that are of one corpus: a global batch where an objective reads text pairs, else 1."""
+        reads_pairs = any(choice.section.own_corpora == TEXT_PAIRS for choice in self.objective_choices)
+        return self.batch.global_batch_size if reads_pairs else 1
 
     @property
     def has_memory(self) -> bool:

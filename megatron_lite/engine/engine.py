@@ -28,15 +28,20 @@ from megatron_lite.config.deepspeed_options import default_bucket_size
 from megatron_lite.config.tree import Config
 from megatron_lite.engine import nvidia_apex
 from megatron_lite.engine.deepspeed_engines import deepspeed_engine, quiet_deepspeed
-from megatron_lite.engine.parameter_groups import decays, make_adamw, parameter_groups, weight_decay
+from megatron_lite.engine.parameter_groups import (
+    GroupRules,
+    decays,
+    is_tied_copy,
+    make_adamw,
+    parameter_groups,
+)
 from megatron_lite.engine.zero3 import Zero3
-from megatron_lite.optim.buckets import MOMENTS, Bucket, ParamGroup
+from megatron_lite.optim.buckets import Bucket
 from megatron_lite.optim.ema import Averages
-from megatron_lite.optim.factory import element_state, make_optimizer
+from megatron_lite.optim.factory import make_optimizer
 from megatron_lite.optim.lr_multipliers import (
     NO_MULTIPLIERS,
     LrMultipliers,
-    by_width,
     lora_multipliers,
 )
 from megatron_lite.optim.sharded import Outcome, ShardedOptimizer
@@ -55,7 +60,6 @@ from megatron_lite.transformer.tensor_parallel import (
     Partition,
     RowParallelLinear,
     accumulate_in_backward,
-    is_partial,
     partition_of,
 )
 from megatron_lite.transformer.trained_model import loss_measures
@@ -63,9 +67,6 @@ from megatron_lite.transformer.trained_model import loss_measures
 log = logging.getLogger(__name__)
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-TIED = "embedding.word_embeddings.weight"  # also the output projection, which the last pipeline stage holds
-# Tables that all layers of a stack share, so that each pipeline stage has a copy.
-SHARED_BY_STAGES = ("relative_bias.", "decoder_relative_bias.")
 SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -152,7 +153,8 @@ class Engine(ABC):
         self._multipliers = lora_multipliers(named, config) if multipliers is None else multipliers
         if config.model.mup is not None:
             # muP gives every parameter multipliers, not only the frozen ones.
-            self._multipliers = {name: self._by_width(name, parameter) for name, parameter in named.items()}
+            rules = GroupRules(config, context, self._multipliers)
+            self._multipliers = {name: rules.by_width(name, parameter) for name, parameter in named.items()}
         self._step = 1
         options = config.deepspeed_options(context.dp.size)
         with quiet_deepspeed():
@@ -195,7 +197,8 @@ class Engine(ABC):
 
     def _sharded_optimizer(self, options: dict[str, Any], loss_scaler: Any) -> ShardedOptimizer:
         # The backward pass finishes gradients about in the reverse order of the layers.
-        groups = {p: self._param_group(name, p) for name, p in reversed(self._named.items())}
+        rules = GroupRules(self._config, self.context, self._multipliers)
+        groups = {p: rules.group(name, p) for name, p in reversed(self._named.items())}
         return ShardedOptimizer(
             groups,
             self.context,
@@ -238,48 +241,6 @@ class Engine(ABC):
                 layer.accumulate_gradients(optimizer.add_gradient)
                 if graphs is not None:
                     layer.fused = graphs.add_to(layer.fused)
-
-    def _param_group(self, name: str, parameter: nn.Parameter) -> ParamGroup:
-        """The optimizer's group of a parameter, by its global name."""
-        tp, pp = self.context.tp, self.context.pp
-        # `in_grad_norm`: the norm is over the whole model, so an element that several ranks hold counts on one of them.
-        is_split = partition_of(parameter).dim is not None
-        multipliers = self._multipliers.get(name, NO_MULTIPLIERS)
-        # A parameter that several ranks hold, each with only a part of its gradient: the ranks over which it is summed.
-        extra_reduce_group = None
-        if is_partial(parameter):
-            extra_reduce_group = tp
-        elif name.startswith(SHARED_BY_STAGES) and pp.size > 1:
-            extra_reduce_group = pp
-        elif pp.size > 1 and name == TIED and self._config.model.tie_word_embeddings:
-            extra_reduce_group = self.context.pipeline_ends()
-        return ParamGroup(
-            weight_decay=weight_decay(name, self._config) * multipliers.decay_factor,
-            in_grad_norm=(is_split or tp.rank == 0) and not self._is_tied_copy(name),
-            extra_reduce_group=extra_reduce_group,
-            multipliers=multipliers,
-            moments=self._moments(name, parameter),
-            on_all_stages=name.startswith(SHARED_BY_STAGES),
-            has_state=self._has_state(name),
-        )
-
-    def _moments(self, name: str, parameter: nn.Parameter) -> tuple[str, ...]:
-        """The optimizer's state of each element of a parameter."""
-        optimizer = self._config.optimizer.kind
-        if not self._has_state(name):
-            return ()
-        return MOMENTS if optimizer == "adamw" else element_state(optimizer, name, parameter)
-
-    def _has_state(self, name: str) -> bool:
-        # The other optimizers look at all shards, also where they change none.
-        is_frozen = self._multipliers.get(name, NO_MULTIPLIERS).is_never_trained
-        return not (is_frozen and self._config.optimizer.kind == "adamw")
-
-    def _by_width(self, name: str, parameter: nn.Parameter) -> LrMultipliers:
-        # Muon keeps one moment of what it makes orthogonal; other optimizers may keep one of everything.
-        is_muon = self._config.optimizer.kind == "muon"
-        is_orthogonal = is_muon and self._moments(name, parameter) == MOMENTS[:1]
-        return by_width(self._multipliers.get(name, NO_MULTIPLIERS), name, self._config, is_orthogonal)
 
     @property
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -430,7 +391,7 @@ class Engine(ABC):
                 continue
             shape, start, tensors = owned
             partition = partition_of(parameter)
-            is_copy = (partition.dim is None and tp.rank > 0) or self._is_tied_copy(name)
+            is_copy = (partition.dim is None and tp.rank > 0) or is_tied_copy(name, self.context)
             if self._averages is not None:
                 tensors["ema"] = self._averages.owned(parameter)
             yield Fragment(name, shape, partition, tp, start, tensors, is_copy)
@@ -445,14 +406,10 @@ class Engine(ABC):
     def count_parameters(self) -> int:
         """Parameter tensors of the whole model, over all pipeline stages."""
         context = self.context
-        names = [name for name in self._named if not self._is_tied_copy(name)]
+        names = [name for name in self._named if not is_tied_copy(name, self.context)]
         # One rank of each stage counts.
         is_counter = context.dp.rank == 0 and context.tp.rank == 0
         return int(context.sum(torch.tensor([len(names) * is_counter], device=context.device)).item())
-
-    def _is_tied_copy(self, name: str) -> bool:
-        """True for another pipeline stage's copy of the word embedding, or of a table that all stages share."""
-        return name.startswith(("embedding.", *SHARED_BY_STAGES)) and self.context.pp.rank > 0
 
     def scalar_state(self) -> dict[str, Any]:
         """Kind and step count of the optimizer, other counts by parameter, and the loss scaler; JSON values."""

@@ -15,7 +15,7 @@ Shapes: T tokens, Te of the encoder and Td of the decoder, D hidden size.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -28,7 +28,8 @@ from torch import nn
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.deepspeed_engines import quiet_deepspeed
-from megatron_lite.engine.engine import SHARED_BY_STAGES, Engine, StepResult
+from megatron_lite.engine.engine import Engine, StepResult
+from megatron_lite.engine.parameter_groups import SHARED_BY_STAGES
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.transformer.attention_backends.interface import EncoderDecoderPlan
 from megatron_lite.transformer.batch import Batch
@@ -51,13 +52,13 @@ from megatron_lite.transformer.forward_context import (
     order_by_rank,
     with_bias,
 )
-from megatron_lite.transformer.fused_block import Hidden, Residual, materialize
 from megatron_lite.transformer.init import initialize_parameters
 from megatron_lite.transformer.lm_head import Heads
 from megatron_lite.transformer.loss import ChunkedLogits, loss_logits, sum_losses
 from megatron_lite.transformer.micro_batch import MicroBatch
 from megatron_lite.transformer.norms import final_layernorm
 from megatron_lite.transformer.position_bias import Table, relative_tables
+from megatron_lite.transformer.residual import Hidden, Residual, materialize
 from megatron_lite.transformer.tensor_parallel import TensorParallel, VocabParallelEmbedding
 
 _HeadOutputs = tuple[torch.Tensor, torch.Tensor]  # the vectors that predict tokens, class logits
@@ -65,127 +66,95 @@ _Logits = tuple[torch.Tensor | ChunkedLogits, torch.Tensor]  # of tokens, of cla
 _TwoStacks = tuple[torch.Tensor, torch.Tensor]  # hidden states of the encoder [Te, D] and the decoder [Td, D]
 
 
-@dataclass
-class _Current:
-    """The micro-batch that a stage computes, on the device, and what its layers read of it."""
+@dataclass(frozen=True)
+class _Inputs:
+    """What the layers of a stage read in a pass besides the hidden state."""
 
-    micro_batch: MicroBatch
+    micro_batch: MicroBatch  # on the device
     context: ForwardContext
     stack_contexts: tuple[ForwardContext, DecoderContext] | None  # of encoder and decoder; None = one stack
     before_block: BeforeBlock | None
-    loss_factor: float
+    parallel: TensorParallel
 
-
-class _Queue:
-    """The micro-batches of a step, one after another; all layers of a stage read the current one.
-
-    A pipeline passes hidden states from layer to layer and no arguments besides them.
-    """
-
-    current: _Current
-
-    def __init__(self, config: ModelConfig, parallel: TensorParallel, device: torch.device, has_memory: bool):
-        self.config, self.parallel, self.device, self.has_memory = config, parallel, device, has_memory
-        self.tables: dict[str, Table] = {}  # those of relative positions that the stage's blocks read
-        self._waiting: Iterator[tuple[MicroBatch, float]] = iter(())
-
-    def fill(self, micro_batches: Iterable[MicroBatch], scale: float = 1.0) -> None:
-        """Args: micro_batches: on the host. scale: multiplies their losses, in addition to the factor of each."""
-        self._waiting = ((micro_batch, micro_batch.loss_factor * scale) for micro_batch in micro_batches)
-
-    def advance(self) -> None:
-        """Make the next micro-batch the current one."""
-        # 1F1B runs the forward passes of a stage in order, so that a queue suffices; backward passes use what autograd
-        # has kept.
-        on_host, loss_factor = next(self._waiting)
-        micro_batch = on_host.to(self.device)
+    @staticmethod
+    def of(
+        micro_batch: MicroBatch, config: Config, parallel: TensorParallel, tables: Mapping[str, Table]
+    ) -> _Inputs:
+        """Args: tables: of relative positions, those that the stage's blocks read."""
+        ids, plan = micro_batch.ids, micro_batch.plan
         context = make_context(
-            self.config,
-            micro_batch.tokens.shape,
-            micro_batch.ids,
-            micro_batch.plan,
-            micro_batch.dropout,
-            self.parallel,
+            config.model, micro_batch.tokens.shape, ids, plan, micro_batch.dropout, parallel
         )
         # Each stage computes the bias of its own copy of a table: sending it would be many times the hidden state.
-        table, positions = self.tables.get("relative_bias"), micro_batch.ids[0]
-        stack_contexts = None
-        if self.config.decoder_layers:
-            encoder, decoder = encoder_decoder_contexts(context, self.parallel)
-            encoder_positions, decoder_positions = positions.split(micro_batch.plan.lengths)
-            decoder_table = self.tables.get("decoder_relative_bias")
+        table, positions, stack_contexts = tables.get("relative_bias"), ids[0], None
+        if config.model.decoder_layers:
+            assert isinstance(plan, EncoderDecoderPlan)
+            encoder, decoder = encoder_decoder_contexts(context, parallel)
+            encoder_positions, decoder_positions = positions.split(plan.lengths)
+            decoder_table = tables.get("decoder_relative_bias")
             stack_contexts = (
                 with_bias(encoder, table, encoder_positions),
                 cast(DecoderContext, with_bias(decoder, decoder_table, decoder_positions)),
             )
         else:
             context = with_bias(context, table, positions)
-        before_block = None
-        if self.has_memory:
-            before_block = detached_memory(micro_batch.ids, micro_batch.plan, self.parallel)
-        self.current = _Current(micro_batch, context, stack_contexts, before_block, loss_factor)
+        before_block = detached_memory(ids, plan, parallel) if config.has_memory else None
+        return _Inputs(micro_batch, context, stack_contexts, before_block, parallel)
 
     def split(self, hidden: torch.Tensor) -> _TwoStacks:
         """The hidden states of encoder and decoder, from [Te + Td, D]."""
-        plan = self.current.context.plan
-        assert isinstance(plan, EncoderDecoderPlan)
-        encoded, decoded = hidden.split(local_lengths(plan, self.parallel))
+        assert isinstance(self.context.plan, EncoderDecoderPlan)
+        encoded, decoded = hidden.split(local_lengths(self.context.plan, self.parallel))
         return encoded, decoded
+
+    @property
+    def boundaries(self) -> int:
+        """Predictions of span boundaries, which have a bias of their own."""
+        return len(self.micro_batch.loss_positions.boundaries)
 
 
 class _Words(VocabParallelEmbedding):
     """First layer: nothing -> words."""
 
-    def __init__(self, config: ModelConfig, parallel: TensorParallel, queue: _Queue):
-        super().__init__(config, parallel)
-        self.queue = queue
-
-    def forward(self, nothing: torch.Tensor) -> torch.Tensor:
-        current = self.queue.current
-        return super().forward(order_by_rank(current.micro_batch.tokens, current.context.plan, self.parallel))
+    def forward(self, nothing: torch.Tensor, inputs: _Inputs) -> torch.Tensor:  # type: ignore[override]
+        tokens = inputs.micro_batch.tokens
+        return super().forward(order_by_rank(tokens, inputs.context.plan, inputs.parallel))
 
     @staticmethod
-    def project(module: _Words, inputs: tuple[Heads, *_HeadOutputs]) -> _Logits:
+    def project(module: _Words, outputs: tuple[Heads, *_HeadOutputs], inputs: _Inputs) -> _Logits:
         """Last layer, on the tied weight."""
-        heads, vectors, classes = inputs
-        boundaries = len(module.queue.current.micro_batch.loss_positions.borders)
-        return loss_logits(heads, vectors, module, boundaries), classes
+        heads, vectors, classes = outputs
+        return loss_logits(heads, vectors, module, inputs.boundaries), classes
 
 
 class _Positions(PositionEmbeddings):
-    def __init__(self, config: ModelConfig, parallel: TensorParallel, queue: _Queue):
+    def __init__(self, config: ModelConfig, parallel: TensorParallel):
         super().__init__(config, parallel)
         self.decoder_embedding = DecoderEmbedding(config, parallel) if config.decoder_layers else None
-        self.queue = queue
 
-    def forward(self, words: torch.Tensor) -> torch.Tensor | _TwoStacks:  # type: ignore[override]
-        current = self.queue.current
-        hidden = super().forward(words, current.micro_batch.ids, current.context, self.decoder_embedding)
-        return hidden if current.stack_contexts is None else self.queue.split(hidden)
+    def forward(self, words: torch.Tensor, inputs: _Inputs) -> torch.Tensor | _TwoStacks:  # type: ignore[override]
+        hidden = super().forward(words, inputs.micro_batch.ids, inputs.context, self.decoder_embedding)
+        return hidden if inputs.stack_contexts is None else inputs.split(hidden)
 
 
 class _Block(Block):
-    def __init__(
-        self, config: ModelConfig, layer: int, parallel: TensorParallel, recompute: str, queue: _Queue
-    ):
+    def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel, recompute: str):
         super().__init__(config, parallel, recompute, layer == 0)
         self.layer = layer
-        self.queue = queue
 
-    def forward(self, x: Hidden) -> Hidden:  # type: ignore[override]
-        current = self.queue.current
-        if current.before_block is not None:
+    def forward(self, x: Hidden, inputs: _Inputs) -> Hidden:  # type: ignore[override]
+        if inputs.before_block is not None:
             # Memory detaches at each block; a residual that is still a sum is finished for that.
-            x = current.before_block(self.layer, materialize(x))
-        return super().forward(x, current.context, self.layer)
+            x = inputs.before_block(self.layer, materialize(x))
+        return super().forward(x, inputs.context, self.layer)
 
 
 class _EncoderBlock(_Block):
     """A block of the encoder; the decoder's tokens pass it unchanged."""
 
-    def forward(self, hidden: _TwoStacks) -> _TwoStacks:  # type: ignore[override]
-        assert self.queue.current.stack_contexts is not None
-        context, _ = self.queue.current.stack_contexts
+    def forward(self, hidden: _TwoStacks, inputs: _Inputs) -> _TwoStacks:  # type: ignore[override]
+        assert inputs.stack_contexts is not None
+        context, _ = inputs.stack_contexts
         encoded, decoded = hidden
         # The residual is summed up here: the stage may end with this block, and it sends tensors.
         return materialize(Block.forward(self, encoded, context, self.layer)), decoded
@@ -194,19 +163,16 @@ class _EncoderBlock(_Block):
 class _DecoderBlock(DecoderBlock):
     """A block of the decoder. The first one also normalises the encoder's output."""
 
-    def __init__(
-        self, config: ModelConfig, layer: int, parallel: TensorParallel, recompute: str, queue: _Queue
-    ):
+    def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel, recompute: str):
         super().__init__(config, parallel, recompute)
         is_first = layer == config.num_layers
         self.encoder_layernorm = encoder_layernorm(config, parallel) if is_first else None
         self.encoder_dropout = config.final_dropout if is_first else 0.0
         self.layer = layer
-        self.queue = queue
 
-    def forward(self, hidden: _TwoStacks) -> _TwoStacks:  # type: ignore[override]
-        assert self.queue.current.stack_contexts is not None
-        encoder_context, decoder_context = self.queue.current.stack_contexts
+    def forward(self, hidden: _TwoStacks, inputs: _Inputs) -> _TwoStacks:  # type: ignore[override]
+        assert inputs.stack_contexts is not None
+        encoder_context, decoder_context = inputs.stack_contexts
         encoded, decoded = hidden
         if self.encoder_layernorm is not None:
             encoded = self.encoder_layernorm(encoded)
@@ -218,35 +184,28 @@ class _DecoderBlock(DecoderBlock):
 class _Readout(nn.Module):
     """Final LayerNorm and heads; `_Words.project` applies the tied weight, `_Project` an untied one."""
 
-    def __init__(self, config: ModelConfig, parallel: TensorParallel, queue: _Queue, loss_rows: int):
+    def __init__(self, config: ModelConfig, parallel: TensorParallel, loss_rows: int):
         super().__init__()
         self.final_layernorm = final_layernorm(config)
         self.heads = Heads(config, parallel, loss_rows)
-        self.queue = queue
 
-    def forward(self, inputs: Hidden | _TwoStacks) -> tuple[Heads, *_HeadOutputs]:
-        current = self.queue.current
-        if current.stack_contexts is None:
-            hidden, context = materialize(cast(Hidden, inputs)), current.context
+    def forward(self, x: Hidden | _TwoStacks, inputs: _Inputs) -> tuple[Heads, *_HeadOutputs]:
+        if inputs.stack_contexts is None:
+            hidden, context = materialize(cast(Hidden, x)), inputs.context
         else:
-            _, hidden = cast(_TwoStacks, inputs)  # only the decoder's tokens have predictions
-            _, context = current.stack_contexts
-        positions = current.micro_batch.loss_positions
+            _, hidden = cast(_TwoStacks, x)  # only the decoder's tokens have predictions
+            _, context = inputs.stack_contexts
+        positions = inputs.micro_batch.loss_positions
         return self.heads, *self.heads(hidden, positions, self.final_layernorm, context.dropout)
 
 
 class _Project(nn.Module):
     """Last layer of models whose output projection is not the word embedding."""
 
-    def __init__(self, queue: _Queue):
-        super().__init__()
-        self.queue = queue
-
-    def forward(self, inputs: tuple[Heads, *_HeadOutputs]) -> _Logits:
-        heads, vectors, classes = inputs
+    def forward(self, outputs: tuple[Heads, *_HeadOutputs], inputs: _Inputs) -> _Logits:
+        heads, vectors, classes = outputs
         assert heads.vocabulary is not None
-        boundaries = len(self.queue.current.micro_batch.loss_positions.borders)
-        return loss_logits(heads, vectors, heads.vocabulary, boundaries), classes
+        return loss_logits(heads, vectors, heads.vocabulary, inputs.boundaries), classes
 
 
 def stage_bounds(costs: list[float], stages: int) -> list[int]:
@@ -264,54 +223,85 @@ _GLOBAL_PREFIXES = ("decoder_embedding.", "encoder_layernorm.")
 
 
 class _Stages(PipelineModule):
-    """Stages with about equal shares of the model's FLOPs, embedding and head counted."""
+    """Stages with about equal shares of the model's FLOPs, embedding and head counted.
 
-    def __init__(
-        self, config: Config, context: ParallelContext, parallel: TensorParallel, queue: _Queue, loss_fn
-    ):  # type: ignore[no-untyped-def]
+    DeepSpeed calls `forward` once for each micro-batch, with the hidden state that the stage before has sent and no
+    other argument. 1F1B runs the forward passes of a stage in the order of the micro-batches, so that each call takes
+    the next one of `waiting`; backward passes use what autograd has kept.
+    """
+
+    def __init__(self, config: Config, context: ParallelContext, parallel: TensorParallel, num_losses: int):
         model = config.model
         encoder = _EncoderBlock if model.decoder_layers else _Block
         block_types = [encoder] * model.num_layers + [_DecoderBlock] * model.decoder_layers
         blocks = [
-            LayerSpec(block_type, model, i, parallel, config.training.recompute, queue)
+            LayerSpec(block_type, model, i, parallel, config.training.recompute)
             for i, block_type in enumerate(block_types)
         ]
-        words, project = LayerSpec(_Words, model, parallel, queue), LayerSpec(_Project, queue)
+        words, project = LayerSpec(_Words, model, parallel), LayerSpec(_Project)
         if model.tie_word_embeddings:
             # The same specification twice: DeepSpeed builds one module for each stage that has it, under one name.
             words, project = (
-                TiedLayerSpec("words", _Words, model, parallel, queue, forward_fn=function)
+                TiedLayerSpec("words", _Words, model, parallel, forward_fn=function)
                 for function in (None, _Words.project)
             )
-        positions = LayerSpec(_Positions, model, parallel, queue)
-        readout = LayerSpec(_Readout, model, parallel, queue, config.training.loss_rows)
+        positions = LayerSpec(_Positions, model, parallel)
+        readout = LayerSpec(_Readout, model, parallel, config.training.loss_rows)
         layers = [words, positions, *blocks, readout, project]
         self.costs = layer_costs(model, config.loss_share)
         topology = PipeModelDataParallelTopology(
             num_pp=context.pp.size, num_mp=context.tp.size, num_dp=context.dp.size
         )
-        super().__init__(layers, topology=topology, loss_fn=loss_fn, partition_method="cost")
-        self._queue = queue
+        super().__init__(layers, topology=topology, partition_method="cost")
+        self.config, self.parallel, self.device = config, parallel, context.device
+        self.num_losses = num_losses
         # Each stage has a copy of the tables that all its layers share; the optimizer sums their gradients.
         begin, end = self._local_start - _FIRST_BLOCK, self._local_stop - _FIRST_BLOCK  # the stage's blocks
         is_used = {
             "relative_bias": begin < model.num_layers and end > 0,
             "decoder_relative_bias": begin < model.total_layers and end > model.num_layers,
         }
+        self.used_tables: dict[str, Table] = {}
         for name, table in relative_tables(model, parallel).items():
             setattr(self, name, table)
             if is_used[name]:
-                queue.tables[name] = table
+                self.used_tables[name] = table
+        self.fill([])
 
-    def forward(self, hidden: torch.Tensor) -> Any:
-        self._queue.advance()
-        # DeepSpeed sends one tensor of one shape between stages.
-        if self._queue.current.stack_contexts is None:
-            out = super().forward(hidden)
-            return materialize(out) if isinstance(out, Residual) else out
-        out = super().forward(self._queue.split(hidden) if self._local_start >= _FIRST_BLOCK else hidden)
-        is_last = self._local_stop == len(self._layer_specs)
-        return out if is_last or isinstance(out, torch.Tensor) else torch.cat(out)
+    def fill(self, micro_batches: Iterable[MicroBatch], scale: float = 1.0) -> None:
+        """The micro-batches that are computed next, on the host; `objective_sums` begins at zero.
+
+        Args: scale: multiplies their losses, in addition to the factor of each.
+        """
+        self.waiting = ((micro_batch, micro_batch.loss_factor * scale) for micro_batch in micro_batches)
+        self.objective_sums = torch.zeros(self.num_losses, 3, dtype=torch.float64, device=self.device)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The hidden state for the next stage; on the last stage, the micro-batch's share of the step's loss."""
+        micro_batch, loss_factor = next(self.waiting)
+        inputs = _Inputs.of(micro_batch.to(self.device), self.config, self.parallel, self.used_tables)
+        has_two = inputs.stack_contexts is not None and self._local_start >= _FIRST_BLOCK
+        x: Any = inputs.split(hidden) if has_two else hidden
+        for layer in self.forward_funcs:
+            x = layer(x, inputs)
+        if self._local_stop == len(self._layer_specs):
+            return self.sum_losses(x, inputs.micro_batch) * loss_factor
+        # DeepSpeed sends one tensor of one shape.
+        return torch.cat(x) if isinstance(x, tuple) else materialize(x)
+
+    def sum_losses(self, logits: _Logits, micro_batch: MicroBatch) -> torch.Tensor:
+        """The sum of a micro-batch's losses; adds to `objective_sums`."""
+        training = self.config.training
+        loss_sum, per_objective = sum_losses(
+            logits,
+            micro_batch,
+            self.output_words(),
+            self.num_losses,
+            training.label_smoothing,
+            training.z_loss,
+        )
+        self.objective_sums[:, : per_objective.shape[1]] += per_objective
+        return loss_sum
 
     def get_tied_weights_and_groups(self) -> list[Any]:
         """Nothing that DeepSpeed sums: a gradient that still waits for its bucket would be summed twice."""
@@ -354,55 +344,31 @@ class PipelineEngine(Engine):
 
     def __init__(self, config: Config, context: ParallelContext, num_losses: int):
         parallel = TensorParallel(context.tp, config.parallel.sequence_parallel)
-        self.num_losses = num_losses
-        self._sums = self._zero_sums(context.device)
-        self._queue = _Queue(config.model, parallel, context.device, config.has_memory)
         # no_grad: DeepSpeed broadcasts the tied weight, of which autograd would warn in every backward pass.
         assert context.process_groups is not None
         with quiet_deepspeed(), torch.no_grad(), context.process_groups.shared_with_deepspeed():
-            stages = _Stages(config, context, parallel, self._queue, self._loss)
-        named = stages.global_names(config.model.total_layers)
+            self._stages = _Stages(config, context, parallel, num_losses)
+        named = self._stages.global_names(config.model.total_layers)
         initialize_parameters(named.items(), config.model, config.training.seed, parallel)
-        super().__init__(stages, named, config, context, mpu=None)
-        self._stages = stages
-
-    def _zero_sums(self, device: torch.device) -> torch.Tensor:
-        return torch.zeros(self.num_losses, 3, dtype=torch.float64, device=device)
-
-    def _loss(self, outputs: _Logits, nothing: torch.Tensor) -> torch.Tensor:
-        """On the last stage: this micro-batch's share of the step's loss; adds to the objectives' sums."""
-        current = self._queue.current
-        words, training = self._stages.output_words(), self._config.training
-        loss_sum, per_objective = sum_losses(
-            outputs,
-            current.micro_batch,
-            words,
-            self.num_losses,
-            training.label_smoothing,
-            training.z_loss,
-        )
-        self._sums[:, : per_objective.shape[1]] += per_objective
-        return loss_sum * current.loss_factor
+        super().__init__(self._stages, named, config, context, mpu=None)
 
     def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
         self._begin_step(len(micro_batches), lr)
-        self._sums = self._zero_sums(self.context.device)
         per_pass = self._engine.train_micro_batch_size_per_gpu() * self._engine.dp_world_size
         # Its number of micro-batches follows from the batch size, which a ramp changes between steps.
         self._engine.set_train_batch_size(len(micro_batches) * per_pass)
         scale = len(micro_batches) * self._zero.loss_factor  # DeepSpeed divides by their number
-        self._queue.fill(micro_batches, scale)
+        self._stages.fill(micro_batches, scale)
         # All at once: a stage has no call between its layers where it could wait for each.
         self._zero.wait_for_weights()
         self._engine.train_batch(self._nothing())
-        return self._result(self._sums)
+        return self._result(self._stages.objective_sums)
 
     def evaluate(self, batches: Sequence[Batch]) -> torch.Tensor:
-        self._sums = self._zero_sums(self.context.device)
-        self._queue.fill(self.prepared(batch, None) for batch in batches)
+        self._stages.fill(self.prepared(batch, None) for batch in batches)
         self._zero.wait_for_weights()
         self._engine.eval_batch(self._nothing(), num_micro_batches=len(batches))
-        return self._sums
+        return self._stages.objective_sums
 
     def _nothing(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Placeholders for DeepSpeed's inputs and labels of each micro-batch: the stages get theirs elsewhere."""

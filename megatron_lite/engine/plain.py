@@ -52,15 +52,13 @@ class PlainEngine(Engine):
     def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
         """As `Engine.train_step`. Gradients are summed in the optimizer's buckets, and over ranks during backward.
 
-        DeepSpeed's `step` does nothing before the last micro-batch. Then it calls the optimizer's: global norm,
-        clipping, the check for gradients that are not finite, and the update, all on the device
-        (`ShardedOptimizer.step`).
+        DeepSpeed calls the optimizer's `step`: global norm, clipping, the check for gradients that are not finite, the
+        update, all on the device (`ShardedOptimizer.step`).
         """
         self._begin_step(len(micro_batches), lr)  # learning rates, empty buckets
         objective_sums = self._zero_sums()
         for number, micro_batch in enumerate(micro_batches, start=1):
-            # Set for every micro-batch: a batch ramp changes the number of micro-batches, which DeepSpeed counts by its
-            # configuration.
+            # Said, not counted by DeepSpeed: a batch ramp changes the number of micro-batches.
             self._engine.set_gradient_accumulation_boundary(number == len(micro_batches))
             batch = micro_batch.to(self.context.device, self._buffer_for(micro_batch))
             loss_sum, per_objective = self._engine(batch)
@@ -68,8 +66,8 @@ class PlainEngine(Engine):
             loss = loss_sum * (micro_batch.loss_factor * self._zero.loss_factor)
             # The loss has its factor already; DeepSpeed would divide by its own count of micro-batches.
             self._engine.backward(loss, scale_wrt_gas=False)
-            self._engine.step()
             objective_sums[:, : per_objective.shape[1]] += per_objective
+        self._engine.step()
         return self._result(objective_sums)
 
     @torch.no_grad()

@@ -76,7 +76,7 @@ class AverageSequence:
     decoder: Stack | None
     tokens: float  # without padding
     loss_tokens: float  # predicted positions
-    borders: float  # predicted positions that SpanBERT's span boundary head predicts as well
+    boundaries: float  # predicted positions that SpanBERT's span boundary head predicts as well
     visible_keys: float
     decoder_tokens: float
     decoder_keys: float
@@ -102,7 +102,7 @@ def average_sequence(config: Config) -> AverageSequence:
         for name in (
             "tokens",
             "loss_tokens",
-            "borders",
+            "boundaries",
             "visible_keys",
             "decoder_tokens",
             "decoder_keys",
@@ -138,7 +138,7 @@ def _sum_batch(config: Config, batch: Batch) -> AverageSequence:
     positions, _ = find_loss_positions(weights, objectives, model)
     return AverageSequence(
         batch.fields.shape[2], stack, others[0] if others else None, batch.tokens, len(positions.tokens),
-        len(positions.borders), batch.layer_keys(model), batch.decoder_tokens, batch.decoder_keys,
+        len(positions.boundaries), batch.layer_keys(model), batch.decoder_tokens, batch.decoder_keys,
     )  # fmt: skip
 
 
@@ -160,7 +160,7 @@ def _stack(plan: Any, layout: Layout, batch: Batch, model: ModelConfig) -> Stack
         return Stack("blocks", (AttentionLaunch(float(plan.length)),), counts)
     assert isinstance(plan, VarlenPlan)
     launches = [
-        AttentionLaunch(float(np.diff(launch.query_ends).sum()), float(len(launch.gathered)))
+        AttentionLaunch(float(np.diff(launch.cu_seqlens_q).sum()), float(len(launch.gathered)))
         for launch in plan.launches
     ]
     return Stack("varlen", tuple(launches), counts)

@@ -52,15 +52,15 @@ def random_batches(config: Config, count: int) -> list[Batch]:
     rest, batches, micro = 0, [], config.batch.micro_batch_size
     for number in range(count):
         lengths: list[int] = []
-        segment_counts: list[int] = []
+        chunk_counts: list[int] = []
         for _ in range(micro):
             window, rest = _window(config.data.sequence_length, rest, source)
             lengths += window
-            segment_counts.append(len(window))
+            chunk_counts.append(len(window))
         low = len(vars(SPECIAL_TOKENS)) if config.model.vocab_size > 100 else 0
         tokens = rng.integers(low, config.model.vocab_size, sum(lengths)).astype(np.int32)
         samples = np.arange(number * micro, (number + 1) * micro)
-        text = tokens, np.array(lengths), np.array(segment_counts)
+        text = tokens, np.array(lengths), np.array(chunk_counts)
         if shorten is not None:
             text = shorten(*text, samples)
         batches.append(Batch(collate(objective, *text, samples)))
@@ -68,15 +68,15 @@ def random_batches(config: Config, count: int) -> list[Batch]:
 
 
 def _window(length: int, rest: int, source: Iterator[int]) -> tuple[list[int], int]:
-    """Lengths of the document segments in a window of `length` tokens, and the tokens left of the last document."""
-    left, segments = length, []
+    """Lengths of the chunks of documents in a window of `length` tokens, and the tokens left of the last document."""
+    left, chunks = length, []
     while left > DOCUMENT_OVERHEAD:
         if not rest:
             rest = next(source)
             left -= DOCUMENT_OVERHEAD
-        segment = min(rest, left)
-        if segment <= 0:
+        chunk = min(rest, left)
+        if chunk <= 0:
             break
-        segments.append(segment)
-        rest, left = rest - segment, left - segment
-    return segments, rest
+        chunks.append(chunk)
+        rest, left = rest - chunk, left - chunk
+    return chunks, rest

@@ -48,23 +48,23 @@ def traffic(stage: StageParameters, sizes: Sizes, gpu: Gpu) -> Traffic:
 
 
 def _tensor_parallel(found: Traffic, stage: StageParameters, s: Sizes) -> None:
-    """Hidden states: at the end of each pair of a column- and a row-parallel product, and where it begins."""
+    """Hidden states: inputs of column-parallel layers, outputs of row-parallel ones."""
     encoders, decoders = stage.block_counts(s.config.model.num_layers)
     passes, e = s.micro_batches, s.element
     again = s.config.training.recompute == "full"
     for is_decoder, blocks in ((False, encoders), (True, decoders)):
         if not blocks:
             continue
-        # Attention and MLP; a decoder's cross-attention too, whose keys and values are of the encoder's tokens.
-        pairs = [s.tokens(is_decoder)] * (3 if is_decoder else 2)
-        keys = [s.tokens()] if is_decoder else []
-        for tokens in (*pairs, *keys):
-            size, is_pair = tokens * s.width * e, tokens not in keys
-            if s.share == 1:  # the sum of a pair's output, forward and again, and the gradient of its input
-                found.add("all_reduce", size, s.tp_group, passes * blocks * (is_pair * (1 + again) + 1))
-            else:  # the same as a scatter and a gather; both sides are gathered again for the weights' gradients
-                found.add("gather", size, s.tp_group, passes * blocks * (1 + again + 1 + is_pair))
-                found.add("scatter", size, s.tp_group, passes * blocks * (is_pair * (1 + again) + 1))
+        for layer, tokens in s.linear_layers(is_decoder):
+            size, forward = tokens * s.width * e, passes * blocks * (1 + again)
+            is_row, once = layer.is_row_parallel, passes * blocks
+            if (
+                s.share == 1
+            ):  # the output of a row-parallel layer, and the gradient of a column-parallel one's input
+                found.add("all_reduce", size, s.tp_group, forward if is_row else once)
+            else:  # the same as a scatter and a gather; inputs are gathered again for the weights' gradients
+                found.add("gather", size, s.tp_group, once if is_row else forward + once)
+                found.add("scatter", size, s.tp_group, forward if is_row else once)
     if stage.is_first:
         size = s.all_tokens * s.embedding * e
         kinds = ("all_reduce",) if s.share == 1 else ("scatter", "gather")

@@ -59,6 +59,7 @@ def dry_run(config: Config, processes: int, gpu_name: str, efficiency: float = E
             phase_plan.largest_batch,
             config.objective_choices,
             phase_plan.samples,
+            config.sample_unit,
         )
     )
     phases: list[Phase] = []

@@ -148,30 +148,27 @@ def _saved_inside(s: Sizes, is_decoder: bool) -> float:
     model, e = s.config.model, s.element
     T = s.tokens(is_decoder)
     t, is_kernel = T / s.share, s.config.training.kernels == "fused"
-    hidden, attended, inner = t * s.width * e, T * s.attended * e, T * s.inner * e
-    total = 3 * hidden + 16 * t  # the sum after attention, and both norms
+    hidden, layers = t * s.width * e, s.linear_layers(is_decoder)
+    # Attention, MLP, in a decoder cross-attention: a sum and a norm each. The input of a pre-norm block is one of them.
+    sublayers = sum(layer.is_row_parallel for layer, _ in layers)
+    total = (2 * sublayers - (model.norm == "pre")) * hidden + 16 * t
     if model.rms_norm and not is_kernel:  # the input and the normed one in fp32
-        total += (3 if is_decoder else 2) * 8 * t * s.width
+        total += sublayers * 8 * t * s.width
     elif not is_kernel:
         total += 2 * hidden
+    total += sum(layer.width * tokens for layer, tokens in layers) * e
     needs_copy = (
         model.query_key_norm or model.query_factor != 1.0 or model.key_value_heads < model.num_attention_heads
     )
     # A fused block rotates queries and keys in place if nothing else changes them.
     is_spread = is_kernel and (needs_copy or (model.positions == "rotary" and not s.is_fused))
-    if not is_spread or model.query_key_norm:  # otherwise the QKV product is freed
-        total += T * s.qkv * e
-    total += attended + 3 * attended * (is_spread or (model.positions == "rotary" and not is_kernel))
+    if is_spread and not model.query_key_norm:  # the QKV product is freed
+        total -= T * s.qkv * e
+    total += 3 * T * s.attended * e * (is_spread or (model.positions == "rotary" and not is_kernel))
     if s.config.training.recompute != "selective":
         total += _attention_state(s, is_decoder)
-    if model.norm != "pre":
-        total += hidden
-    if is_decoder:
-        encoded = s.tokens()
-        total += 2 * hidden + 2 * attended + 2 * encoded * s.attended * e
-    total += T * s.expanded * e + inner
     if model.ffn == "gated" and not is_kernel:
-        total += 2 * inner
+        total += 2 * T * s.inner * e
     return total
 
 

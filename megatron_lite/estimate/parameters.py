@@ -11,13 +11,14 @@ import torch
 
 from megatron_lite.config.lora import LORA
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.tree import Config
 from megatron_lite.engine.stage_counts import stage_shares
+from megatron_lite.estimate.rank_modules import tensor_parallel
 from megatron_lite.estimate.sizes import Sizes
 from megatron_lite.optim.buckets import ALIGNMENT
 from megatron_lite.optim.factory import element_state
-from megatron_lite.parallel.collectives import Group
 from megatron_lite.transformer.flops import WORDS
-from megatron_lite.transformer.tensor_parallel import TensorParallel, is_partial
+from megatron_lite.transformer.tensor_parallel import is_partial
 from megatron_lite.transformer.transformer import Transformer
 
 
@@ -84,9 +85,8 @@ class Bucket:
 def _rank_parameters(
     model: ModelConfig, tp: int, is_split: bool, sums_at_once: bool, kind: str
 ) -> tuple[RankParameter, ...]:
-    group = Group(None, 0, tp, tuple(range(tp)))
     with torch.device("meta"):
-        module = Transformer(model, parallel=TensorParallel(group, is_split, sums_at_once))
+        module = Transformer(model, parallel=tensor_parallel(tp, is_split, sums_at_once))
     return tuple(
         RankParameter(
             name, p.numel(), is_partial(p), element_state(kind, name, p), model.lora is None or LORA in name
@@ -95,12 +95,15 @@ def _rank_parameters(
     )  # fmt: skip
 
 
-def stages(sizes: Sizes) -> list[StageParameters]:
+def stages(config: Config) -> list[StageParameters]:
     """The pipeline stages of a layout, in order, with the parameters of the first rank of each."""
-    config = sizes.config
-    is_zero_3 = config.parallel.zero_stage == 3
-    shares = tuple(stage_shares(config))
-    return _stages(config.model, shares, sizes.tp, sizes.share > 1, is_zero_3, config.optimizer.kind)
+    parallel, shares = config.parallel, tuple(stage_shares(config))
+    tp, is_split, is_zero_3 = (
+        parallel.tensor_parallel_size,
+        parallel.sequence_parallel,
+        parallel.zero_stage == 3,
+    )
+    return _stages(config.model, shares, tp, is_split, is_zero_3, config.optimizer.kind)
 
 
 @functools.lru_cache(maxsize=256)

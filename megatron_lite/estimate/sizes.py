@@ -13,7 +13,9 @@ from megatron_lite.config.deepspeed_options import default_bucket_size
 from megatron_lite.config.model import padded_vocab_size
 from megatron_lite.config.tree import Config
 from megatron_lite.estimate.average_sequence import AverageSequence, Stack
+from megatron_lite.estimate.rank_modules import LinearLayer, linear_layers, rank_block
 from megatron_lite.transformer.attention_backends.cross_attention import constant_length
+from megatron_lite.transformer.block import Block
 from megatron_lite.transformer.length_table import length_table
 
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -71,11 +73,11 @@ class Sizes:
 
     @property
     def is_fused(self) -> bool:
-        """Whether a block is one function of autograd, see `Block.may_fuse`."""
-        model, training = self.config.model, self.config.training
+        """Whether a block is one function of autograd, see fused_block.py."""
+        training = self.config.training
         chosen = training.recompute == "none" and training.kernels == "fused"
-        is_whole = self.tp == 1 and self.config.parallel.zero_stage < 3
-        return model.has_plain_blocks and chosen and is_whole and self.sequence.stack.kernel == "varlen"
+        is_varlen = self.sequence.stack.kernel == "varlen"
+        return self.block().may_fuse and chosen and is_varlen and self.config.parallel.zero_stage < 3
 
     # Tokens
 
@@ -124,7 +126,7 @@ class Sizes:
     @cached_property
     def losses(self) -> float:
         """Predicted tokens of a micro-batch; SpanBERT's boundary head predicts some twice."""
-        return self.predicted + self.sequence.borders * self.config.batch.micro_batch_size
+        return self.predicted + self.sequence.boundaries * self.config.batch.micro_batch_size
 
     @cached_property
     def loss_chunks(self) -> list[float]:
@@ -132,8 +134,8 @@ class Sizes:
         most = self.config.training.loss_rows
         if not 0 < most < self.losses:
             return [self.losses]
-        borders = self.losses - self.predicted
-        chunks = [[most] * int(total // most) + [total % most] for total in (self.predicted, borders)]
+        boundaries = self.losses - self.predicted
+        chunks = [[most] * int(total // most) + [total % most] for total in (self.predicted, boundaries)]
         return [chunk for chunk in itertools.chain(*chunks) if chunk]
 
     # Widths
@@ -148,20 +150,28 @@ class Sizes:
         """Width of the embeddings."""
         return self.config.model.embedding_size or self.width
 
+    def block(self, is_decoder: bool = False) -> Block:
+        """A block of this rank, without memory."""
+        return rank_block(self.config.model, self.tp, is_decoder)
+
+    def linear_layers(self, is_decoder: bool) -> list[tuple[LinearLayer, float]]:
+        """Those of a block, and how many tokens each reads."""
+        layers = linear_layers(self.config.model, self.tp, is_decoder)
+        return [(layer, self.tokens(is_decoder and not layer.reads_encoder)) for layer in layers]
+
     @cached_property
     def heads(self) -> int:
-        return self.config.model.num_attention_heads // self.tp
+        return self.attended // self.config.model.head_size
 
     @cached_property
     def attended(self) -> int:
         """Width of this rank's queries."""
-        return self.heads * self.config.model.head_size
+        return self.block().attention.dense.weight.shape[1]
 
     @cached_property
     def qkv(self) -> int:
         """Width of queries, keys and values together."""
-        model = self.config.model
-        return (self.heads + 2 * (model.key_value_heads // self.tp)) * model.head_size
+        return self.block().attention.query_key_value.weight.shape[0]
 
     @property
     def normed(self) -> int:
@@ -170,12 +180,12 @@ class Sizes:
 
     @cached_property
     def inner(self) -> int:
-        return self.config.model.inner_size // self.tp
+        return self.block().mlp.dense_4h_to_h.weight.shape[1]
 
     @cached_property
     def expanded(self) -> int:
         """Width of the FFN's first product: gate and up together where it has both."""
-        return self.inner * (2 if self.config.model.ffn == "gated" else 1)
+        return self.block().mlp.dense_h_to_4h.weight.shape[0]
 
     @cached_property
     def vocabulary(self) -> int:

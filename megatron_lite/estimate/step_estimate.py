@@ -157,7 +157,7 @@ def _estimate_model(
 ) -> Estimate:
     sizes = Sizes(config, processes, sequence, gpu.processors)
     config.phase_plan.require_ranks(sizes.dp)
-    all_stages = stages(sizes)
+    all_stages = stages(config)
     # The first stage, the inner one with most blocks, and the last: no other stage needs more than these.
     inner = range(1, len(all_stages) - 1)
     largest_inner = [max(inner, key=lambda i: (all_stages[i].blocks, -i))] if inner else []

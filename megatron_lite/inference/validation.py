@@ -66,7 +66,12 @@ def validation_losses(
         # No training corpus is needed, but the loader wants one.
         data = replace(config.data, train=chosen, validation=chosen)
         datasets = open_datasets(
-            data, config.objective_choices, run.tokenizer, config.training.seed, run.decoder_tokenizer
+            data,
+            config.objective_choices,
+            run.tokenizer,
+            config.training.seed,
+            run.decoder_tokenizer,
+            unit=config.sample_unit,
         )
         if engine is None:
             engine = PlainEngine(config, context, len(datasets.loss_names))

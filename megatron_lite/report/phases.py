@@ -36,7 +36,7 @@ def phases(run: RunReport) -> list[Table]:
         return []
     samples = phase_plan.consumed(config.training.steps)
     try:
-        sampling = phase_plan.largest_batch, config.objective_choices, phase_plan.samples
+        sampling = phase_plan.largest_batch, config.objective_choices, phase_plan.samples, config.sample_unit
         extent = list(extent_if_here(config.data, config.training.seed, samples, *sampling))
     except UserError as error:
         extent = [str(error)]

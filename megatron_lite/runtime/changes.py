@@ -21,7 +21,7 @@ from data_utils.common.settings_listed import path_settings
 from data_utils.dataset.manifest import read_manifest
 from data_utils.loader.config import CorpusConfig
 from data_utils.loader.extent_ahead import mixtures_ahead
-from data_utils.loader.loader import corpus_weights
+from data_utils.loader.loader import FURTHER_CHECKSUMS, corpus_weights
 from data_utils.loader.mixture import quotas
 from data_utils.objectives import OBJECTIVES
 from megatron_lite.checkpoint.manifest import Checkpoint
@@ -268,13 +268,14 @@ def _recorded_weights(recorded: Config, entries: Sequence[Mapping[str, Any]]) ->
 
 
 def recorded_identity(entry: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The contents of a corpus as a checkpoint records them: checksums of tokens, decoder tokens, entities."""
-    return entry.get("sha256"), entry.get("decoder_sha256"), entry.get("entities_sha256")
+    """The contents of a corpus as a checkpoint records them: checksums of tokens, decoder tokens, further files."""
+    return tuple(entry.get(name) for name in ("sha256", "decoder_sha256", *FURTHER_CHECKSUMS.values()))
 
 
 def current_identity(corpus: CorpusConfig) -> tuple[Any, ...]:
     """The same of a corpus as it is now. Raises DataError."""
-    wanted = ((corpus.prefix, ".bin"), (corpus.decoder_prefix, ".bin"), (corpus.prefix, ".ent"))
+    further = [(corpus.prefix, suffix) for suffix in FURTHER_CHECKSUMS]
+    wanted = ((corpus.prefix, ".bin"), (corpus.decoder_prefix, ".bin"), *further)
     entries = [prefix and read_manifest(prefix)["files"].get(suffix) for prefix, suffix in wanted]
     return tuple(entry and identity(entry) for entry in entries)
 

@@ -38,6 +38,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # The system sends a signal, and a launcher often passes it on: the second one is the same request.
 SAME_REQUEST_SECONDS = 2.0
 
+# For which a process that ends before training waits for `leave`: storage may never answer.
+LEAVE_SECONDS = 10.0
+
 LAUNCHER_CHECK_SECONDS = 0.5
 
 FILE_CHECK_SECONDS = 1.0  # a look at a shared file system can cost a millisecond
@@ -172,10 +175,9 @@ class RunControl:
             # Ranks exit at once, so that a socket name taken by the first would be free for the next.
             if self._is_main:
                 _print_line(f"{cause}: exiting before the first step")
-            # `leave` tells the other ranks, and may wait for storage or the network; the exit does not depend on it.
-            leaving = threading.Thread(target=self.leave, daemon=True)  # a file system may not answer
+            leaving = threading.Thread(target=self.leave, daemon=True)
             leaving.start()
-            leaving.join(SAME_REQUEST_SECONDS)
+            leaving.join(LEAVE_SECONDS)
             _exit(ExitStatus.STOPPED)
 
     def _is_first_of_node(self) -> bool:

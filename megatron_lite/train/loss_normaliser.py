@@ -1,8 +1,11 @@
-"""Loss normalisation: the divisor of a step's losses, and the weight of each.
+"""Loss normalisation: the one place that decides by what the losses of a step are divided, and what each weighs.
 
-A loss is divided once, by its divisor summed over all ranks, so that it does not depend on the parallel configuration.
-Under `per_objective` each loss is a mean: the weights in the prepared micro-batches are scaled, because they alone wait
-for the sum over ranks; everything else of a step is made ahead.
+A model sums the losses of its micro-batch, each prediction times its weight, and the engine multiplies the sum by the
+micro-batch's `loss_factor`. Both numbers come from here:
+
+- `scales_ahead`: weights of losses that count for nothing become 0 before the batch is prepared.
+- `micro_batches`: the factors, and under `per_objective`, where each loss is a mean, the scales of the weights. They
+  wait for the divisors summed over all ranks, by which a loss is divided once, so that it depends on no layout.
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ from data_utils.common.losses import BY_TOKENS
 from megatron_lite.config.phase_plan import PhasePlan
 from megatron_lite.telemetry.reports import objective_losses
 from megatron_lite.train.step import StepInputs
-from megatron_lite.transformer.batch import mean_scales
 from megatron_lite.transformer.micro_batch import MicroBatch
 
 
@@ -77,7 +79,12 @@ class LossNormaliser:
         # more.
         return 1.0 / max(micro_batch_divisor, 1.0) / micro_batches
 
-    def mean_factors(self, step: int) -> list[float] | None:
+    def scales_ahead(self, step: int) -> np.ndarray | None:
+        """0 for losses that count for nothing in a step, which the head then leaves out, else 1; None = all count."""
+        factors = self._mean_factors(step)
+        return None if factors is None or all(factors) else np.array(factors, bool).astype(np.float32)
+
+    def _mean_factors(self, step: int) -> list[float] | None:
         """The factor of each loss's mean under `per_objective`, where a step's loss is a sum of means; else None."""
         by_name = self._mean_factors_by_name(step)
         return None if by_name is None else [by_name.get(name, 1.0) for name in self._names]
@@ -89,7 +96,7 @@ class LossNormaliser:
 
     def _weight_scales(self, loss_divisors: Sequence[float], step: int) -> np.ndarray | None:
         """The factor of each loss's token weights, fp32 [losses]; None = 1."""
-        factors = self.mean_factors(step)
+        factors = self._mean_factors(step)
         if factors is not None:
             return mean_scales(factors, loss_divisors)
         if self._language_weight is not None:
@@ -117,6 +124,12 @@ class LossNormaliser:
         """The losses by name, from [losses, 3]: sum, weight, z-loss. Args: step: of which they are, from 1."""
         by_name = self._mean_factors_by_name(max(0, step - 1))
         return objective_losses(sums, self._names, by_name, self._language_weight is not None)
+
+
+def mean_scales(factors: Sequence[float], totals: Sequence[float]) -> np.ndarray:
+    """Each loss's factor over its total in the step, fp32 [losses]: weights times it make sums means."""
+    scales = [f / total if total else 0.0 for f, total in zip(factors, totals, strict=True)]
+    return np.array(scales, np.float32)
 
 
 def scales_relative_to_last(factor: float, totals: Sequence[float]) -> np.ndarray:

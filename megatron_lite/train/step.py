@@ -132,26 +132,21 @@ class StepMaker:
         data: Samples,
         prepare: Callable[[Batch, int | None], MicroBatch],
         num_losses: int,
-        mean_factors: Callable[[int], Sequence[float] | None] = lambda step: None,
+        scales_ahead: Callable[[int], np.ndarray | None] = lambda step: None,
     ):
         """Args:
         prepare: batch and dropout seed -> micro-batch (`Engine.prepared`).
-        mean_factors: see `LossNormaliser.mean_factors`.
+        scales_ahead: see `LossNormaliser.scales_ahead`.
         """
         self._config, self._phase_plan, self._context, self._data = config, phase_plan, context, data
-        self._prepare, self._num_losses, self._mean_factors = prepare, num_losses, mean_factors
+        self._prepare, self._num_losses, self._scales_ahead = prepare, num_losses, scales_ahead
 
     def make(self, step: int, is_wanted: Callable[[], bool] = lambda: True) -> StepInputs:
         """Raises: UserError, marked `only_here`, if this rank's samples cannot be read."""
         # By the step alone: the same in every layout and after a resume.
         seed = derive_seed(self._config.training.seed, "dropout", step)
         inputs = StepInputs([], StepCounts.zeros(self._num_losses))
-        factors = self._mean_factors(step)
-        # Losses with the factor 0 are left out now, so that the head does not compute them. The scale of the others
-        # waits for the sum over ranks.
-        is_counted = None
-        if factors is not None and not all(factors):
-            is_counted = [float(factor != 0) for factor in factors]
+        scales = self._scales_ahead(step)
         for samples in self._samples(step):
             if not is_wanted():
                 raise PrefetchCancelled
@@ -159,8 +154,8 @@ class StepMaker:
             # Before positions are left out: divisors and FLOPs describe the whole batch.
             inputs.counts.add(batch, self._config.model)
             inputs.micro_batch_divisors.append(batch.loss_divisor)
-            if is_counted is not None:
-                batch = batch.as_means(is_counted, [1.0] * self._num_losses)
+            if scales is not None:
+                batch = batch.with_scaled_weights(scales)
             micro_batch = self._prepare(batch, seed)
             inputs.micro_batches.append(micro_batch)
             inputs.counts.padded_tokens += len(micro_batch.tokens)

@@ -46,7 +46,7 @@ from megatron_lite.train.evaluation import Evaluation, TaskEvaluator
 from megatron_lite.train.event_log import EventLog
 from megatron_lite.train.loss_normaliser import LossNormaliser
 from megatron_lite.train.prefetch import Prefetch
-from megatron_lite.train.resume import checkpoint_directory, load_beginning
+from megatron_lite.train.resume import Beginning, checkpoint_directory, load_beginning
 from megatron_lite.train.step import Progress, StepCounts, StepMaker, StepMessage
 from megatron_lite.transformer.batch import Samples
 from megatron_lite.transformer.build import model_spec
@@ -56,6 +56,8 @@ log = logging.getLogger(__name__)
 
 
 class Trainer:
+    """A run that continues from its newest checkpoint, if any: making a trainer loads it, and `fit` trains."""
+
     def __init__(
         self,
         config: Config,
@@ -71,7 +73,7 @@ class Trainer:
         language_weight: Callable[[int], float] | None = None,
     ):
         """Args:
-        control, watchdog: of the process. Without them `fit` makes a control, and nothing is watched.
+        control, watchdog: of the process. Without them signals are listened to from now on, and nothing is watched.
         fill: makes a record of filled blanks at each evaluation, on the main rank.
         task_evaluator: evaluates a task, instead of the loss on `validation_data`.
         language_weight: step -> weight of the language-model losses relative to the task's loss, which is the last.
@@ -80,8 +82,9 @@ class Trainer:
         self.train_data = train_data
         self.directory = Path(config.run.directory)
         self.watchdog = watchdog or NoWatchdog()
+        # Before the load: to load a large checkpoint must be interruptible.
+        self.control = control or RunControl(self.directory, context.is_main)
         self._phase_plan = config.phase_plan  # which settings hold at which step
-        self._control = control
         # Only the main rank writes it.
         self._program = version.program(packages=config.packages) if context.is_main else {}
 
@@ -91,15 +94,13 @@ class Trainer:
         self.results = DelayedResults(
             config.training.max_nonfinite_steps, self.directory, config.training.precision
         )
-        self._measured_flops: dict[str, float] = {}  # by machine, of the checkpoint
 
-        # Order: the normaliser gives the factors by which the step maker leaves out losses that count for nothing, and
-        # the prefetch thread runs the step maker.
+        # Order: the normaliser tells the step maker which losses count, and the prefetch thread runs the step maker.
         self.loss_normaliser = LossNormaliser(self._phase_plan, loss_names, context.dp.size, language_weight)
-        mean_factors = self.loss_normaliser.mean_factors
         self._step_maker = StepMaker(
-            config, self._phase_plan, context, train_data, engine.prepared, len(loss_names), mean_factors
-        )
+            config, self._phase_plan, context, train_data, engine.prepared, len(loss_names),
+            self.loss_normaliser.scales_ahead,
+        )  # fmt: skip
         self._prefetch = Prefetch(self._step_maker.make, context.device)
 
         self.evaluation = Evaluation(
@@ -119,6 +120,19 @@ class Trainer:
         self._profiler = StepProfiler(
             config.profiler, self.directory, context.rank, context.device, self._paused
         )
+
+        self.watchdog.enter(Section.CHECKPOINT, "loading")
+        beginning = self._load_beginning()
+        self.watchdog.enter(Section.SETUP, "measuring the machine")
+        # Rates that earlier starts measured on this machine come from the checkpoint.
+        known_rates = beginning.state.machine_rates if beginning.state else {}
+        self.peak_flops = PeakFlops(
+            config.run.peak_tflops, TYPES[config.training.precision], context, known_rates
+        )
+        # Not before: a refused start changes nothing in a run's directory.
+        self.metrics = self._open_records()
+        for event in beginning.events:
+            self._record_event(event, self.progress.step)
 
     # One step
 
@@ -176,11 +190,10 @@ class Trainer:
     # The run
 
     def fit(self) -> ExitStatus:
-        """Train from the newest checkpoint, if any, to `training.steps` or a stop, then save and evaluate.
+        """Train to `training.steps` or a stop, then save and evaluate.
 
         Returns: FINISHED, or why the run ended before `training.steps`: STOPPED (signal) or HALTED (file STOP).
         """
-        self._start()
         # Closed whatever happens: a tracker's run that stays open shows as running for ever.
         outcome = "FAILED"
         try:
@@ -266,33 +279,26 @@ class Trainer:
         with self.interval.paused():
             yield
 
-    def _start(self) -> None:
-        # Control and watchdog come first: loading a large checkpoint must be interruptible and watched.
-        self.control = self._control or RunControl(self.directory, self.context.is_main)
-        self.watchdog.enter(Section.CHECKPOINT, "loading")
-        events = self._resume()
-        self.watchdog.enter(Section.SETUP, "measuring the machine")
-        peak, dtype = self.config.run.peak_tflops, TYPES[self.config.training.precision]
-        # After the load: rates that earlier starts measured on this machine come from the checkpoint.
-        self.peak_flops = PeakFlops(peak, dtype, self.context, self._measured_flops)
-        restarts, program = self.progress.restarts, self._program
-        if self.context.is_main:  # not before: a refused start changes nothing in a run's directory
-            save_resolved(self.config, program)
-            log.info("%s", self.peak_flops)
-            log.info("%s", start_line(self.config, self.context, self.progress.step))
-            if not restarts:
-                # Not a restart: records that are there are of a start that never saved. The run begins again, and
-                # they would be counted twice.
-                set_records_aside(self.directory)
-        trackers = make_trackers(self.config, restarts > 0) if self.context.is_main else []
-        tensorboard = self.config.run.tensorboard
-        self.metrics = Metrics(
-            self.directory, self.context.is_main, tensorboard, self.progress.step, trackers
+    def _open_records(self) -> Metrics:
+        """Write the configuration and the record of this start."""
+        config, context, step, restarts = (
+            self.config,
+            self.context,
+            self.progress.step,
+            self.progress.restarts,
         )
-        values = start_record(self.config, self.context, self.peak_flops, restarts, program)
-        self.metrics.write("start", self.progress.step, values)
-        for event in events:
-            self._record_event(event, self.progress.step)
+        if context.is_main:
+            save_resolved(config, self._program)
+            log.info("%s", self.peak_flops)
+            log.info("%s", start_line(config, context, step))
+            if not restarts:
+                # Records that are there are of a start that never saved: the run begins again, and they would be
+                # counted twice.
+                set_records_aside(self.directory)
+        trackers = make_trackers(config, restarts > 0) if context.is_main else []
+        metrics = Metrics(self.directory, context.is_main, config.run.tensorboard, step, trackers)
+        metrics.write("start", step, start_record(config, context, self.peak_flops, restarts, self._program))
+        return metrics
 
     def evaluate(self) -> dict[str, float]:
         """Loss and perplexity on the first `training.eval_samples` validation samples, or the scores of a task."""
@@ -331,8 +337,8 @@ class Trainer:
     def _watch_save(self, what: str) -> AbstractContextManager[None]:
         return self.watchdog.in_background(Section.CHECKPOINT, what)
 
-    def _resume(self) -> list[str]:
-        """Load where the run begins. Returns the events of this start, to be recorded."""
+    def _load_beginning(self) -> Beginning:
+        """Load where the run begins."""
         beginning = load_beginning(
             self.config, self.engine, self.context, self.train_data.fingerprint(), self._program
         )
@@ -343,11 +349,10 @@ class Trainer:
             self.results.skipped_steps = state.skipped_steps
             self.results.skipped_in_a_row = state.skipped_in_a_row
             self.events = EventLog.from_state(state.events)
-            self._measured_flops = state.machine_rates
             if beginning.is_own:
                 self._saver.saved_step = progress.step
                 # Not for a branch: its first start is no restart, and another run's step is not saved in this
                 # directory.
                 progress.restarts = state.restarts + 1
         self.evaluation.resume(progress.step, beginning.is_own)
-        return beginning.events
+        return beginning

@@ -7,7 +7,6 @@ micro_batch.py makes of it what a model reads.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,12 +21,6 @@ from megatron_lite.transformer.loss_positions import LossPositions
 
 if TYPE_CHECKING:
     import torch
-
-
-def mean_scales(factors: Sequence[float], totals: Sequence[float]) -> np.ndarray:
-    """Each loss's factor over its total in the step, fp32 [losses]: weights times it make sums means."""
-    scales = [f / total if total else 0.0 for f, total in zip(factors, totals, strict=True)]
-    return np.array(scales, np.float32)
 
 
 class MakeInputs(Protocol):
@@ -126,11 +119,11 @@ class Batch:
             self.fields[:, OBJECTIVE].ravel(), self.token_divisors.ravel(), minlength=num_losses
         )
 
-    def as_means(self, factors: Sequence[float], totals: Sequence[float]) -> Batch:
-        """The batch with each loss's weights times its factor over its total in the step: sums become means."""
+    def with_scaled_weights(self, scales: np.ndarray) -> Batch:
+        """The batch with each loss's weights times its scale, fp32 [losses]; where it is 0, no loss is computed."""
         # Shallow: the layout costs most of a batch's time, and weights do not change it.
         other = copy.copy(self)
-        other.weights = self.weights * mean_scales(factors, totals)[self.fields[:, OBJECTIVE]]
+        other.weights = self.weights * scales[self.fields[:, OBJECTIVE]]
         return other
 
     def extra_inputs(

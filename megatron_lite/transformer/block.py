@@ -16,24 +16,26 @@ import torch
 from torch import nn
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.transformer import fused_block
 from megatron_lite.transformer.activation_checkpoint import recomputed
 from megatron_lite.transformer.adapter import Adapter
 from megatron_lite.transformer.attention import Attention
 from megatron_lite.transformer.forward_context import ForwardContext
-from megatron_lite.transformer.fused_block import FusedParameters, Hidden, Residual
-from megatron_lite.transformer.kernels.fused import dropout_add, has_kernels
+from megatron_lite.transformer.fused_block import FusedParameters, fusible_plan
+from megatron_lite.transformer.kernels.fused import has_kernels
 from megatron_lite.transformer.lora import add_updates
 from megatron_lite.transformer.mlp import MLP
 from megatron_lite.transformer.norms import Norm, make_norm
-from megatron_lite.transformer.tensor_parallel import TensorParallel
+from megatron_lite.transformer.residual import Hidden, Residual, materialize
+from megatron_lite.transformer.tensor_parallel import DeferredBias, TensorParallel
 
 
 class Block(nn.Module):
     """Attention and MLP, each with a norm and a residual: [T, D] -> [T, D].
 
-    Where Triton's kernels run, fused_block.py computes the same: there a kernel adds bias and residual, drops out and
-    norms at once. Tests compare the two.
+    A sum and the norm that reads it are one kernel where kernels run: it adds a product's bias, drops out, adds the
+    residual and norms. So there a product leaves its bias (`DeferredBias`), and a pre-norm block its last sum
+    (`Residual`), to the next norm, which may be that of the next block. fused_block.py computes a plain block as one
+    function.
 
     Args:
         recompute: "none", "selective" (attention) or "full": what the backward pass computes again.
@@ -82,25 +84,52 @@ class Block(nn.Module):
 
     def forward(self, x: Hidden, context: ForwardContext, layer: int) -> Hidden:
         """Where no kernels run, x is a tensor, and so is the result. Args: layer: its index, for dropout and caches."""
-        if isinstance(x, Residual) or has_kernels(x):
-            return fused_block.forward(self, x, context, layer)
-        return recomputed(self.recompute, self._forward, x, context, layer)
+        if self.recompute and torch.is_grad_enabled():
+            return recomputed(True, self._forward_whole, materialize(x), context, layer)
+        residual = x if isinstance(x, Residual) else Residual(x)
+        if self.fused is not None and torch.is_grad_enabled() and residual.hidden.requires_grad:
+            plan = fusible_plan(context.plan, layer)
+            if plan is not None and context.condition is None:
+                return self.fused.forward(self, residual, context, layer, plan)
+        # Without kernels an open sum gains nothing, and at ZeRO 3 this block's bias is gone when the next block runs.
+        is_open = has_kernels(residual.hidden) and not self.parallel.sums_at_once
+        out = self._forward(residual, context, layer)
+        return out if is_open else materialize(out)
 
-    def _forward(self, x: torch.Tensor, context: ForwardContext, layer: int) -> torch.Tensor:
-        def drop_add(branch: torch.Tensor, residual: torch.Tensor, site: str) -> torch.Tensor:
-            return dropout_add(branch, residual, context.features(self.dropout, layer, site))
+    def _forward_whole(self, x: torch.Tensor, context: ForwardContext, layer: int) -> torch.Tensor:
+        return materialize(self._forward(Residual(x), context, layer))
 
-        def attention(x: torch.Tensor) -> torch.Tensor:
-            return self.after_attention(self.attention(x, context, layer))
+    def _forward(self, residual: Residual, context: ForwardContext, layer: int) -> Hidden:
+        total, normed = self.attend(residual, context, layer, self.post_attention_layernorm)
+        return self.expand(total, normed, context, layer)
 
-        def mlp(x: torch.Tensor) -> torch.Tensor:
-            return self.after_mlp(self.mlp(x, context, layer))
+    def attend(
+        self, residual: Residual, context: ForwardContext, layer: int, norm: Norm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum after attention and its norm, [T, D] each. Args: norm: that follows."""
+        # Post-norm, and a first block without a norm: attention reads the sum itself.
+        if isinstance(self.input_layernorm, nn.Identity):
+            hidden = normed = materialize(residual)
+        else:
+            hidden, normed = residual.norm(self.input_layernorm)
+        x = deferred(self.attention(normed, context, layer, skip_bias_add=has_kernels(normed)))
+        if self.has_branch_layers:
+            x = DeferredBias(self.after_attention(x.added()))
+        dropout = context.features(self.dropout, layer, "attended")
+        return Residual(self.scaled(hidden), x, dropout).norm(norm)
 
-        if self.is_pre_norm:
-            x = drop_add(attention(self.input_layernorm(x)), x, "attended")
-            return drop_add(mlp(self.post_attention_layernorm(x)), x, "expanded")
-        x = self.post_attention_layernorm(drop_add(attention(x), self.scaled(x), "attended"))
-        return self.output_layernorm(drop_add(mlp(x), self.scaled(x), "expanded"))
+    def expand(
+        self, total: torch.Tensor, normed: torch.Tensor, context: ForwardContext, layer: int
+    ) -> Hidden:
+        """The hidden state after the MLP. Args: total, normed: a sum and its norm, which the MLP reads."""
+        x = deferred(self.mlp(normed, context, layer, skip_bias_add=has_kernels(normed)))
+        if self.has_branch_layers:
+            x = DeferredBias(self.after_mlp(x.added()))
+        dropout = context.features(self.dropout, layer, "expanded")
+        if isinstance(self.output_layernorm, nn.Identity):
+            # Pre-norm: the sum is left to the next block's first norm.
+            return Residual(total, x, dropout)
+        return Residual(self.scaled(normed), x, dropout).norm(self.output_layernorm)[1]
 
     def after_attention(self, x: torch.Tensor) -> torch.Tensor:
         """The rest of attention's branch: [T, D] -> [T, D]."""
@@ -113,6 +142,11 @@ class Block(nn.Module):
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
         """The residual, times sqrt(2 L) under DeepNorm."""
         return x if self.residual_scale == 1.0 else x * self.residual_scale
+
+
+def deferred(x: torch.Tensor | DeferredBias) -> DeferredBias:
+    """A product's output, whose bias may be added already."""
+    return x if isinstance(x, DeferredBias) else DeferredBias(x)
 
 
 def stack(config: ModelConfig, parallel: TensorParallel, recompute: str) -> nn.ModuleList:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from megatron_lite.transformer.fused_block import FusedParameters, _FusedBlock, _Product
+from megatron_lite.transformer.fused_block import BlockConstants, FusedBlock, FusedParameters, _Product
 from megatron_lite.transformer.kernels.qkv_heads import HeadTransform
 
 MOST_SHAPES = 4  # with a graph; batches of others run without
@@ -119,23 +119,24 @@ class _BlockGraphs:
         self.warm: set[Any] = set()
         self.passes: dict[Any, _Pass] = {}
 
-    def run(self, hidden: torch.Tensor, x: torch.Tensor | None, parameters: Any, *rest: Any) -> Any:
-        """As `_FusedBlock.apply`."""
-        *others, transform, plan = rest
+    def run(self, hidden: torch.Tensor, x: torch.Tensor | None, constants: BlockConstants) -> Any:
+        """As `FusedBlock.apply`."""
+        plan = constants.plan
         shape = plan.shape if plan.has_fixed_shapes else None
         if shape is not None:
-            transform = self.graphs.with_fixed_angles(transform)
-            others, rest = [*others, transform], (*others, transform, plan)
+            transform = self.graphs.with_fixed_angles(constants.transform)
+            constants = constants._replace(transform=transform)
         if shape is None or not self.graphs.admits(shape):
-            return _FusedBlock.apply(hidden, x, parameters, *rest)
-        inputs = [address(leaf) for leaf in tree_leaves(others) if isinstance(leaf, torch.Tensor)]
+            return FusedBlock.apply(hidden, x, constants)
+        read = tree_leaves((constants.x_dropout, constants.attended_dropout, constants.transform))
+        inputs = [address(leaf) for leaf in read if isinstance(leaf, torch.Tensor)]
         key = shape, x is None, *inputs, *(address(array) for array in plan.tensors)
         # The first run compiles Triton's kernels, which a capture must not do.
         if key not in self.warm:
             self.warm.add(key)
-            return _FusedBlock.apply(hidden, x, parameters, *rest)
+            return FusedBlock.apply(hidden, x, constants)
         if key not in self.passes:
-            self.passes[key] = _Pass(self.parameters, self.graphs, (parameters[0], *rest))
+            self.passes[key] = _Pass(self.graphs, constants._replace(block=self.parameters))
         return _Replayed.apply(hidden, x, self.passes[key])
 
 
@@ -176,11 +177,12 @@ class _Context(SimpleNamespace):
 class _Pass:
     """The graphs of a block for a shape: one forward; backward one that begins the sums of gradients, one that adds.
 
-    Args: others: arguments of `_FusedBlock` after the tensors, with the bias of x in place of the parameters.
+    Args: constants: of the pass that is captured.
     """
 
-    def __init__(self, parameters: FusedParameters, graphs: BlockGraphs, others: tuple[Any, ...]):
-        self.graphs, self.others, self.accumulate = graphs, others, parameters.accumulate
+    def __init__(self, graphs: BlockGraphs, constants: BlockConstants):
+        parameters = constants.block
+        self.graphs, self.accumulate = graphs, parameters.accumulate
         products = {
             name: value for name, value in parameters._asdict().items() if isinstance(value, _Product)
         }
@@ -195,27 +197,25 @@ class _Pass:
                 accumulate=lambda grad, rows: write(product.weight, grad, rows, self.begun)
             )
 
-        self.parameters = parameters._replace(
+        launches = parameters._replace(
             accumulate=lambda *pair: self.other_gradients[self.begun].append(pair),
             **{name: only_launches(product) for name, product in products.items()},  # type: ignore[arg-type]
         )
+        self.constants = constants._replace(block=launches)
         self.context: _Context | None = _Context()
         self.forward_graph: _Graph | None = None
         self.backward_graphs: dict[bool, _Graph] = {}
 
-    def _capture(self, function: Callable[..., Any], inputs: Tensors, rest: tuple[Any, ...] = ()) -> _Graph:
+    def _capture(self, function: Callable[..., Any], inputs: Tensors, *constants: BlockConstants) -> _Graph:
         memory = [self.graphs.input_memory(tensor, self.begun) for tensor in inputs]
         # A copy for each of the two backward captures: what one takes out must still be there for the other.
         context = copy.copy(self.context) if self.forward_graph else self.context
-        replay, results = capture(lambda: function(context, *memory, *rest), self.graphs.pool)
+        replay, results = capture(lambda: function(context, *memory, *constants), self.graphs.pool)
         return _Graph(replay, memory, results[:2])
 
     def forward(self, *inputs: torch.Tensor | None) -> Tensors:
         if self.forward_graph is None:
-            x_bias, *rest = self.others
-            self.forward_graph = self._capture(
-                _FusedBlock.forward, inputs, ((x_bias, self.parameters), *rest)
-            )
+            self.forward_graph = self._capture(FusedBlock.forward, inputs, self.constants)
             self.graphs.add_results(self.forward_graph.results, self.forward_graph.results)
         return self.forward_graph.run(inputs)
 
@@ -223,7 +223,7 @@ class _Pass:
         # Whether to write or to add is fixed in a captured product, so there are two backward graphs.
         if not self.backward_graphs:
             for self.begun in (False, True):
-                self.backward_graphs[self.begun] = self._capture(_FusedBlock.backward, grads)
+                self.backward_graphs[self.begun] = self._capture(FusedBlock.backward, grads)
             self.graphs.add_results(self.backward_graphs[False].results, self.backward_graphs[True].results)
             self.context = None
         begun = self.graphs.sums.is_accumulated(self.weights[0])

@@ -19,14 +19,14 @@ from torch import nn
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.transformer.activation_checkpoint import recomputed
 from megatron_lite.transformer.attention_backends.interface import AttentionPlan, EncoderDecoderPlan
-from megatron_lite.transformer.block import Block
+from megatron_lite.transformer.block import Block, deferred
 from megatron_lite.transformer.embedding import PositionEmbeddings
 from megatron_lite.transformer.forward_context import ForwardContext, local_lengths
-from megatron_lite.transformer.fused_block import Residual, attention_sublayer, materialize, mlp_sublayer
 from megatron_lite.transformer.kernels.dropout import Dropout
-from megatron_lite.transformer.kernels.fused import dropout_add, has_kernels
+from megatron_lite.transformer.kernels.fused import has_kernels
 from megatron_lite.transformer.lora import add_updates
 from megatron_lite.transformer.norms import LayerNorm, RMSNorm, make_norm
+from megatron_lite.transformer.residual import Residual, materialize
 from megatron_lite.transformer.tensor_parallel import (
     ColumnParallelLinear,
     DeferredBias,
@@ -150,8 +150,7 @@ class DecoderBlock(Block):
         self, x: torch.Tensor, encoded: torch.Tensor, context: DecoderContext, layer: int
     ) -> torch.Tensor:
         """[Td, D], [Te, D] -> [Td, D]"""
-        function = self._forward_by_kernels if has_kernels(x) else self._forward_over
-        return recomputed(self.recompute, function, x, encoded, context, layer)
+        return recomputed(self.recompute, self._forward_over, x, encoded, context, layer)
 
     def _forward_over(
         self, x: torch.Tensor, encoded: torch.Tensor, context: DecoderContext, layer: int
@@ -159,41 +158,16 @@ class DecoderBlock(Block):
         # A new dropout site within the layer would change the masks of all models. Numbers beyond the last block are
         # free.
         cross_layer = layer + self.layers_to_cross
-
-        def drop_add(branch: torch.Tensor, residual: torch.Tensor, site: str, layer: int) -> torch.Tensor:
-            return dropout_add(branch, residual, context.features(self.dropout, layer, site))
-
-        def attention(x: torch.Tensor) -> torch.Tensor:
-            return self.after_attention(self.attention(x, context, layer))
-
-        def cross_attention(x: torch.Tensor) -> torch.Tensor:
-            return self.cross_attention(x, encoded, context, cross_layer)
-
-        def mlp(x: torch.Tensor) -> torch.Tensor:
-            return self.after_mlp(self.mlp(x, context, layer))
-
-        if self.is_pre_norm:
-            x = drop_add(attention(self.input_layernorm(x)), x, "attended", layer)
-            x = drop_add(cross_attention(self.cross_layernorm(x)), x, "attended", cross_layer)
-            return drop_add(mlp(self.post_attention_layernorm(x)), x, "expanded", layer)
-        x = self.post_attention_layernorm(drop_add(attention(x), self.scaled(x), "attended", layer))
-        x = self.cross_layernorm(drop_add(cross_attention(x), x, "attended", cross_layer))
-        return self.output_layernorm(drop_add(mlp(x), self.scaled(x), "expanded", layer))
-
-    def _forward_by_kernels(
-        self, x: torch.Tensor, encoded: torch.Tensor, context: DecoderContext, layer: int
-    ) -> torch.Tensor:
-        """`_forward_over` with each sum and its norm as one kernel, see fused_block.py."""
         after_attention, after_cross = self.post_attention_layernorm, self.cross_layernorm
         if self.is_pre_norm:
-            # A kernel computes a sum and the norm that reads it. Pre-norm: the next sublayer's norm, so the two are
-            # exchanged.
+            # A sum is made with the norm that reads it. Pre-norm: the next sublayer's norm, so the two are exchanged.
             after_attention, after_cross = after_cross, after_attention
-        total, normed = attention_sublayer(self, Residual(x), context, layer, after_attention)
-        cross_layer = layer + self.layers_to_cross
-        x_cross = self.cross_attention(normed, encoded, context, cross_layer, skip_bias_add=True)
+        total, normed = self.attend(Residual(x), context, layer, after_attention)
+        x_cross = self.cross_attention(
+            normed, encoded, context, cross_layer, skip_bias_add=has_kernels(normed)
+        )
         dropout = context.features(self.dropout, cross_layer, "attended")
         # Pre-norm continues with the sum, post-norm with the norm of the sum.
-        residual = Residual(total if self.is_pre_norm else normed, x_cross, dropout)
+        residual = Residual(total if self.is_pre_norm else normed, deferred(x_cross), dropout)
         total, normed = residual.norm(after_cross)
-        return materialize(mlp_sublayer(self, total, normed, context, layer))
+        return materialize(self.expand(total, normed, context, layer))

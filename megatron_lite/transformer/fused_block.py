@@ -1,15 +1,9 @@
-"""The block where Triton's kernels run. block.py says what a block computes; tests prove that this is the same.
+"""A plain pre-norm block as one function of autograd, where Triton's kernels run and an optimizer takes its gradients.
 
-A sum and its norm are one kernel: it adds a product's bias, drops out, adds the residual and norms (`after_sum`). So a
-product leaves its bias (`DeferredBias`) and a pre-norm block its last sum (`Residual`) to the next norm, which may be
-that of the next block. The block of block.py takes more passes through memory. Launches of a layer there instead
-of here, forward and backward, counted on fake devices: 17 + 22 for 13 + 18 with tensor parallelism, 13 + 22 for 11 + 15
-(GLM) and 11 + 18 for 9 + 14 (Llama) in one function of autograd, 10 + 21 for 8 + 19 (BERT).
-
-A plain pre-norm block is one autograd function, `_FusedBlock`, where an optimizer of ours accumulates its gradients. In
-other blocks each product, kernel and attention is its own autograd function, whose two calls cost the host more than
-the launch; in this one they are plain calls. And a block's sums over tokens, for biases, norms and norms of heads, are
-finished by one kernel instead of four. Gradients of parameters go straight to the optimizer.
+block.py says what a block computes; tests prove that this is the same. There each product, kernel and attention is its
+own autograd function, whose two calls cost the host more than the launch; here they are plain calls. And a block's sums
+over tokens, for biases, norms and norms of heads, are finished by one kernel instead of four. Gradients of parameters
+go straight to the optimizer.
 
 Shapes: T tokens, D hidden size.
 """
@@ -17,14 +11,12 @@ Shapes: T tokens, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron_lite.transformer.activation_checkpoint import recomputed
-from megatron_lite.transformer.attention import Attention
 from megatron_lite.transformer.attention_backends.varlen import VarlenAttention, VarlenPlan
 from megatron_lite.transformer.attention_backends.window import LayeredPlan
 from megatron_lite.transformer.forward_context import ForwardContext
@@ -35,7 +27,6 @@ from megatron_lite.transformer.kernels.fused import (
     activate_kernel,
     add_norm_backward_kernel,
     add_norm_kernel,
-    dropout_add,
     finish_sums_kernel,
 )
 from megatron_lite.transformer.kernels.qkv_heads import (
@@ -43,117 +34,16 @@ from megatron_lite.transformer.kernels.qkv_heads import (
     expand_heads_kernel,
     rotate_heads_kernel,
 )
-from megatron_lite.transformer.mlp import MLP
-from megatron_lite.transformer.norms import LayerNorm, Norm, RMSNorm
+from megatron_lite.transformer.norms import LayerNorm, RMSNorm
+from megatron_lite.transformer.residual import Residual
 from megatron_lite.transformer.rope import head_transform
-from megatron_lite.transformer.tensor_parallel import DeferredBias, TensorParallel
+from megatron_lite.transformer.tensor_parallel import DeferredBias
 
-
-class Residual(NamedTuple):
-    """The hidden state between two blocks as a sum that the next norm's kernel makes: hidden + dropout(x), [T, D].
-
-    So the residual is read once less in each direction. Pipeline stages, recomputed blocks and ZeRO 3 make the sum at
-    their end.
-
-    A tuple, so that DeepSpeed finds the tensors in it.
-    """
-
-    hidden: torch.Tensor
-    x: DeferredBias | None = None
-    dropout: FeatureDropout | None = None
-
-    def norm(self, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum and its norm, [T, D] each."""
-        x, bias = self.x or (None, None)
-        return norm.after_sum(self.hidden, x, bias, self.dropout)
-
-
-Hidden = torch.Tensor | Residual  # between blocks: on a CPU always a tensor
-
-
-def materialize(x: Hidden) -> torch.Tensor:
-    """The hidden state as a tensor [T, D]."""
-    if isinstance(x, torch.Tensor):
-        return x
-    return x.hidden if x.x is None else dropout_add(x.x.x, x.hidden, x.dropout, x.x.bias)
-
-
-class Block(Protocol):
-    """What this file reads of the Block of block.py, which imports this file."""
-
-    attention: Attention
-    mlp: MLP
-    input_layernorm: Norm | nn.Identity
-    post_attention_layernorm: Norm
-    output_layernorm: Norm | nn.Identity
-    has_branch_layers: bool
-    dropout: float
-    parallel: TensorParallel
-    recompute: bool
-    fused: FusedParameters | None
-
-    def after_attention(self, x: torch.Tensor) -> torch.Tensor: ...
-
-    def after_mlp(self, x: torch.Tensor) -> torch.Tensor: ...
-
-    def scaled(self, x: torch.Tensor) -> torch.Tensor: ...
-
-
-def forward(block: Block, x: Hidden, context: ForwardContext, layer: int) -> Hidden:
-    """`Block.forward` by kernels."""
-    if block.recompute and torch.is_grad_enabled():
-        return recomputed(True, _tensor_forward, block, materialize(x), context, layer)
-    residual = x if isinstance(x, Residual) else Residual(x)
-    is_trained = residual.hidden.requires_grad and torch.is_grad_enabled() and context.condition is None
-    if block.fused is not None and is_trained and (plan := fusible_plan(context.plan, layer)):
-        return block.fused.forward(block, residual, context, layer, plan)
-    if block.parallel.sums_at_once:  # at ZeRO 3 this block's bias is gone when the next block runs
-        return _tensor_forward(block, residual.hidden, context, layer)
-    return _forward(block, residual, context, layer)
-
-
-def _tensor_forward(block: Block, x: torch.Tensor, context: ForwardContext, layer: int) -> torch.Tensor:
-    return materialize(_forward(block, Residual(x), context, layer))
-
-
-def _forward(block: Block, residual: Residual, context: ForwardContext, layer: int) -> Hidden:
-    total, normed = attention_sublayer(block, residual, context, layer, block.post_attention_layernorm)
-    return mlp_sublayer(block, total, normed, context, layer)
-
-
-def attention_sublayer(
-    block: Block, residual: Residual, context: ForwardContext, layer: int, norm: Norm
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum after attention and its norm, [T, D] each."""
-    # Post-norm, and a first block without a norm: attention reads the sum itself.
-    if isinstance(block.input_layernorm, nn.Identity):
-        hidden = normed = materialize(residual)
-    else:
-        hidden, normed = residual.norm(block.input_layernorm)
-    x: DeferredBias = block.attention(normed, context, layer, skip_bias_add=True)
-    if block.has_branch_layers:
-        x = DeferredBias(block.after_attention(x.added()))
-    dropout = context.features(block.dropout, layer, "attended")
-    return Residual(block.scaled(hidden), x, dropout).norm(norm)
-
-
-def mlp_sublayer(
-    block: Block, total: torch.Tensor, normed: torch.Tensor, context: ForwardContext, layer: int
-) -> Hidden:
-    """The hidden state after the MLP. Args: total, normed: a sum and its norm, which the MLP reads."""
-    x: DeferredBias = block.mlp(normed, context, layer, skip_bias_add=True)
-    if block.has_branch_layers:
-        x = DeferredBias(block.after_mlp(x.added()))
-    dropout = context.features(block.dropout, layer, "expanded")
-    if isinstance(block.output_layernorm, nn.Identity):
-        # Pre-norm: the sum is left to the next block's first norm.
-        return Residual(total, x, dropout)
-    return Residual(block.scaled(normed), x, dropout).norm(block.output_layernorm)[1]
+if TYPE_CHECKING:
+    from megatron_lite.transformer.block import Block
 
 
 _MOST_SUMS = 4  # that one kernel finishes
-# Partial sums over tokens [P, ..], and the parameters whose gradients they are, side by side; None = there is none.
-_PartialSums = list[tuple[torch.Tensor, list[Any]]]
 
 
 class _Norm(NamedTuple):
@@ -166,9 +56,8 @@ class _Norm(NamedTuple):
 class _Product(NamedTuple):
     weight: nn.Parameter
     bias: nn.Parameter | None
-    accumulate: Callable[
-        [torch.Tensor, torch.Tensor], None
-    ]  # the weight's gradient, see `accumulate_in_backward`
+    # Takes the operands of the weight's gradient, see `accumulate_in_backward`.
+    accumulate: Callable[[torch.Tensor, torch.Tensor], None]
 
 
 class FusedParameters(NamedTuple):
@@ -182,9 +71,10 @@ class FusedParameters(NamedTuple):
     mlp_output: _Product
     transform: HeadTransform  # without angles
     head_size: int
-    activation: tuple[str, bool]  # and whether it is gated
+    activation: str
+    is_gated: bool
     accumulate: Callable[[nn.Parameter, torch.Tensor], None]  # the gradient of a bias or a norm
-    run: Callable[..., Any] | None = None  # instead of `_FusedBlock.apply`: with CUDA graphs (cuda_graphs.py)
+    run: Callable[..., Any] | None = None  # instead of `FusedBlock.apply`: with CUDA graphs (cuda_graphs.py)
 
     @staticmethod
     def of(block: Block, accumulate: Callable[[nn.Parameter, torch.Tensor], None]) -> FusedParameters | None:
@@ -192,7 +82,7 @@ class FusedParameters(NamedTuple):
 
         Args: block: one that `may_fuse`. accumulate: adds a parameter's gradient to what the optimizer reads.
         """
-        norms = []
+        norms = list[_Norm]()
         for norm in (block.input_layernorm, block.post_attention_layernorm):
             if isinstance(norm, RMSNorm):
                 norms.append(_Norm(norm.weight, None, norm.epsilon, False))
@@ -212,7 +102,8 @@ class FusedParameters(NamedTuple):
                 None, attention.head_norms, attention.key_value_heads, attention.query_factor
             ),
             head_size=attention.head_size,
-            activation=(mlp.activation, mlp.is_gated),
+            activation=mlp.activation,
+            is_gated=mlp.is_gated,
             accumulate=accumulate,
         )
         # Two norms always have sums over tokens; with more than `_MOST_SUMS` one kernel could not finish them.
@@ -222,21 +113,24 @@ class FusedParameters(NamedTuple):
     def forward(
         self, block: Block, residual: Residual, context: ForwardContext, layer: int, plan: VarlenPlan
     ) -> Residual:
-        """`_forward` of a block as one function of autograd. Args: plan: of this layer."""
+        """`Block.forward` as one function of autograd. Args: plan: of this layer."""
         attention_dropout = block.attention.dropout_of(context, layer)
         rotary = block.attention.rotary_of(context, layer)
-        # Before the function: it seeds the device's generator on the host, which a CUDA graph would not repeat.
-        p = plan.prepare(self.head_size, residual.hidden.device, attention_dropout)
         x, x_bias = residual.x or (None, None)
-        attended_dropout = context.features(block.dropout, layer, "attended")
-        dropouts = residual.dropout or NO_DROPOUT, attended_dropout or NO_DROPOUT
         transform = self.transform
         if rotary is not None:
             transform = transform._replace(cos=rotary.cos, sin=rotary.sin)
-        # Parameters are not inputs of the function: autograd would call their hooks, for gradients that
-        # `accumulate` has had already.
-        run = self.run or _FusedBlock.apply
-        total, out = run(residual.hidden, x, (x_bias, self), dropouts, p, transform, plan)
+        constants = BlockConstants(
+            block=self,
+            x_bias=x_bias,
+            x_dropout=residual.dropout or NO_DROPOUT,
+            attended_dropout=context.features(block.dropout, layer, "attended") or NO_DROPOUT,
+            # Before the function: it seeds the device's generator on the host, which a CUDA graph would not repeat.
+            attention_p=plan.prepare(self.head_size, residual.hidden.device, attention_dropout),
+            transform=transform,
+            plan=plan,
+        )
+        total, out = (self.run or FusedBlock.apply)(residual.hidden, x, constants)
         output = DeferredBias(out, self.mlp_output.bias)
         return Residual(total, output, context.features(block.dropout, layer, "expanded"))
 
@@ -251,52 +145,101 @@ def fusible_plan(plan: Any, layer: int) -> VarlenPlan | None:
     return layer_plan if isinstance(layer_plan, VarlenPlan) else None
 
 
-class _FusedBlock(torch.autograd.Function):
-    """(hidden, x) of a Residual -> (total, x) of the next. The other arguments are not tensors that have gradients."""
+class BlockConstants(NamedTuple):
+    """What `FusedBlock` reads besides the two tensors that have gradients.
+
+    Parameters are among them: as inputs of the function autograd would call their hooks, for gradients that
+    `FusedParameters.accumulate` has had already.
+    """
+
+    block: FusedParameters
+    x_bias: nn.Parameter | None  # that x lacks: of the block before
+    x_dropout: FeatureDropout | tuple[None, int, float]  # or NO_DROPOUT
+    attended_dropout: FeatureDropout | tuple[None, int, float]
+    attention_p: float  # probability of dropout
+    transform: HeadTransform  # with the batch's angles
+    plan: VarlenPlan
+
+
+class _AttentionTensors(NamedTuple):
+    """Of attention's forward pass, for its backward pass."""
+
+    summed: torch.Tensor  # [T, D]: hidden and x
+    normed: torch.Tensor  # [T, D]
+    stats: torch.Tensor  # of the norm, see `add_norm`
+    transform: HeadTransform | None  # of heads to operands; None = they are the same
+    heads: torch.Tensor | None  # what was transformed, where norms read it again
+    attention: VarlenAttention
+    attended: torch.Tensor  # [T, H, D']
+    kernel_state: Any  # see `VarlenAttention.forward`
+
+
+class _MlpTensors(NamedTuple):
+    """Of the MLP's forward pass, for its backward pass."""
+
+    normed: torch.Tensor  # [T, D]
+    stats: torch.Tensor
+    expanded: torch.Tensor  # [T, FFN]: the first product, without its bias
+    inner: torch.Tensor  # what the second product reads
+
+
+class _PartialSums(NamedTuple):
+    """Sums over tokens that a kernel has left to be finished."""
+
+    sums: torch.Tensor  # fp32 [P, ..]
+    parameters: tuple[
+        nn.Parameter | None, ...
+    ]  # whose gradients they are, side by side; None = there is none
+
+
+class FusedBlock(torch.autograd.Function):
+    """(hidden, x) of a Residual, x without its bias -> (total, x) of the next."""
 
     @staticmethod
-    def forward(ctx: Any, hidden, x, parameters, dropouts, attention_p, transform, plan):  # type: ignore[no-untyped-def]
-        x_bias, block = parameters
-        residual_dropout, attended_dropout = dropouts
-        tokens = hidden.shape[0]
-        summed, normed, stats = add_norm_kernel(x, x_bias, *residual_dropout, hidden, *block.attention_norm)
+    def forward(ctx: Any, hidden, x, constants: BlockConstants):  # type: ignore[no-untyped-def]
+        block, tokens = constants.block, hidden.shape[0]
+        summed, normed, stats = add_norm_kernel(
+            x, constants.x_bias, *constants.x_dropout, hidden, *block.attention_norm
+        )
         if x is None:
             summed = hidden
         product = F.linear(normed, block.qkv.weight, block.qkv.bias)
-        ctx.transform, qkv, heads = _attention_operands(product.view(tokens, -1, block.head_size), transform)
-        attention = VarlenAttention(plan, attention_p)
-        attended, saved = attention.forward([qkv])
-        attended_flat = attended.view(tokens, -1)
+        transform, qkv, heads = _attention_operands(
+            product.view(tokens, -1, block.head_size), constants.transform
+        )
+        attention = VarlenAttention(constants.plan, constants.attention_p)
+        attended, kernel_state = attention.forward([qkv])
         # Without the bias: the next kernel adds it while it reads the product.
-        projected = F.linear(attended_flat, block.attention_output.weight)
+        projected = F.linear(attended.view(tokens, -1), block.attention_output.weight)
         total, mlp_normed, mlp_stats = add_norm_kernel(
-            projected, block.attention_output.bias, *attended_dropout, summed, *block.mlp_norm
+            projected, block.attention_output.bias, *constants.attended_dropout, summed, *block.mlp_norm
         )
         expanded = F.linear(mlp_normed, block.mlp_inner.weight)
-        inner = activate_kernel(expanded, block.mlp_inner.bias, *block.activation, *NO_DROPOUT)
+        inner = activate_kernel(expanded, block.mlp_inner.bias, block.activation, block.is_gated, *NO_DROPOUT)
         out = F.linear(inner, block.mlp_output.weight)
         ctx.save_for_backward(total)  # a result: as an attribute it would keep itself
         # Attributes and not saved tensors: none of them leaves the function, and the backward pass drops each as soon
         # as it has used it.
-        ctx.attention_tensors = summed, normed, stats, heads, attended, attended_flat, saved
-        ctx.mlp_tensors = mlp_normed, mlp_stats, expanded, inner
-        ctx.parameters, ctx.has_x = parameters, x is not None
-        ctx.dropouts, ctx.attention = dropouts, attention
+        ctx.attention_tensors = _AttentionTensors(
+            summed, normed, stats, transform, heads, attention, attended, kernel_state
+        )
+        ctx.mlp_tensors = _MlpTensors(mlp_normed, mlp_stats, expanded, inner)
+        ctx.constants, ctx.has_x = constants, x is not None
         return total, out
 
     @staticmethod
     def backward(ctx: Any, d_total, d_out):  # type: ignore[no-untyped-def]
-        x_bias, block = ctx.parameters
-        d_sum, d_projected, sums = _mlp_backward(ctx, block, d_total.contiguous(), d_out.contiguous())
-        d_hidden, d_x, attention_sums = _attention_backward(ctx, block, d_sum, d_projected, x_bias)
+        block: FusedParameters = ctx.constants.block
+        d_summed, d_projected, sums = _mlp_backward(ctx, d_total.contiguous(), d_out.contiguous())
+        d_hidden, d_x, attention_sums = _attention_backward(ctx, d_summed, d_projected)
         sums += attention_sums
-        parameters = [parameter for _, several in sums for parameter in several if parameter is not None]
+        parameters = [parameter for each in sums for parameter in each.parameters if parameter is not None]
         # One kernel for all sums of the block; each was left as partial sums of programs.
-        finished = finish_sums_kernel([partial for partial, _ in sums], block.mlp_norm.weight)
+        finished = finish_sums_kernel([each.sums for each in sums], block.mlp_norm.weight)
         gradients = finished.split([parameter.shape[0] for parameter in parameters])
         for parameter, gradient in zip(parameters, gradients, strict=True):
             block.accumulate(parameter, gradient)
-        return d_hidden, d_x if ctx.has_x else None, None, None, None, None, None
+        return d_hidden, d_x if ctx.has_x else None, None
 
 
 def _attention_operands(
@@ -318,9 +261,10 @@ def _attention_operands(
 
 
 def _mlp_backward(
-    ctx: Any, block: FusedParameters, d_total: torch.Tensor, d_out: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, _PartialSums]:
+    ctx: Any, d_total: torch.Tensor, d_out: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, list[_PartialSums]]:
     """The gradients of `summed` and `projected` of the forward pass, and the sums of biases and of the norm."""
+    block: FusedParameters = ctx.constants.block
     normed, stats, expanded, inner = ctx.mlp_tensors
     ctx.mlp_tensors = None
     (total,) = ctx.saved_tensors
@@ -329,50 +273,62 @@ def _mlp_backward(
     # Weights' gradients go to the optimizer at once, so that their operands can be freed.
     block.mlp_output.accumulate(d_out, inner)
     d_expanded, bias_sums = activate_backward_kernel(
-        expanded, inner_bias, d_inner, *block.activation, *NO_DROPOUT
+        expanded, inner_bias, d_inner, block.activation, block.is_gated, *NO_DROPOUT
     )
     del d_inner, inner, expanded
     d_normed = torch.mm(d_expanded, block.mlp_inner.weight)
     block.mlp_inner.accumulate(d_expanded, normed)
-    _, attended_dropout = ctx.dropouts
-    d_sum, d_projected, norm_sums = add_norm_backward_kernel(
-        d_total, d_normed, total, norm.weight, stats, norm.bias is not None, norm.centered, *attended_dropout,
-        output_bias is not None,
-    )  # fmt: skip
-    sums: _PartialSums = [] if inner_bias is None else [(bias_sums, [inner_bias])]
-    sums.append((norm_sums, [norm.weight, norm.bias, output_bias]))
-    # Without dropout the branch's gradient equals the sum's, and the kernel writes it once.
-    return d_sum, d_sum if attended_dropout is NO_DROPOUT else d_projected, sums
+    d_summed, d_projected, norm_sums = _norm_backward(
+        d_total, d_normed, total, norm, stats, ctx.constants.attended_dropout, output_bias
+    )
+    sums = [] if inner_bias is None else [_PartialSums(bias_sums, (inner_bias,))]
+    return d_summed, d_projected, [*sums, norm_sums]
 
 
 def _attention_backward(
-    ctx: Any,
-    block: FusedParameters,
-    d_sum: torch.Tensor,
-    d_projected: torch.Tensor,
-    x_bias: nn.Parameter | None,
-) -> tuple[torch.Tensor, torch.Tensor, _PartialSums]:
+    ctx: Any, d_summed: torch.Tensor, d_projected: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, list[_PartialSums]]:
     """The gradients of `hidden` and of x, and the sums of the bias of Q, K and V, of norms and of x's bias."""
-    summed, normed, stats, heads, attended, attended_flat, saved = ctx.attention_tensors
+    block: FusedParameters = ctx.constants.block
+    forward: _AttentionTensors = ctx.attention_tensors
     ctx.attention_tensors = None
-    qkv_bias, norm = block.qkv.bias, block.attention_norm
+    attended, tokens = forward.attended, len(d_projected)
     d_attended = torch.mm(d_projected, block.attention_output.weight).view_as(attended)
-    block.attention_output.accumulate(d_projected, attended_flat)
-    d_qkv, qkv_sums, scale_sums = ctx.attention.head_grads(d_attended, attended, saved, ctx.transform, heads)
-    d_qkv = d_qkv.view(attended_flat.shape[0], -1)
-    sums: _PartialSums = []
-    if qkv_bias is not None:
+    block.attention_output.accumulate(d_projected, attended.view(tokens, -1))
+    d_qkv, qkv_sums, scale_sums = forward.attention.head_grads(
+        d_attended, attended, forward.kernel_state, forward.transform, forward.heads
+    )
+    d_qkv = d_qkv.view(tokens, -1)
+    sums = []
+    if block.qkv.bias is not None:
         if qkv_sums is None:
             qkv_sums = d_qkv.sum(0, dtype=torch.float32, keepdim=True)
-        sums.append((qkv_sums, [qkv_bias]))
-    if heads is not None:
-        sums.append((scale_sums, [block.transform.query_scale, block.transform.key_scale]))
+        sums.append(_PartialSums(qkv_sums, (block.qkv.bias,)))
+    if forward.heads is not None:
+        sums.append(_PartialSums(scale_sums, (block.transform.query_scale, block.transform.key_scale)))
     d_normed = torch.mm(d_qkv, block.qkv.weight)
-    block.qkv.accumulate(d_qkv, normed)
-    residual_dropout, _ = ctx.dropouts
-    d_hidden, d_x, norm_sums = add_norm_backward_kernel(
-        d_sum, d_normed, summed, norm.weight, stats, norm.bias is not None, norm.centered, *residual_dropout,
+    block.qkv.accumulate(d_qkv, forward.normed)
+    d_hidden, d_x, norm_sums = _norm_backward(
+        d_summed, d_normed, forward.summed, block.attention_norm, forward.stats, ctx.constants.x_dropout,
+        ctx.constants.x_bias,
+    )  # fmt: skip
+    return d_hidden, d_x, [*sums, norm_sums]
+
+
+def _norm_backward(
+    d_total: torch.Tensor,
+    d_normed: torch.Tensor,
+    total: torch.Tensor,
+    norm: _Norm,
+    stats: torch.Tensor,
+    dropout: FeatureDropout | tuple[None, int, float],
+    x_bias: nn.Parameter | None,
+) -> tuple[torch.Tensor, torch.Tensor, _PartialSums]:
+    """The gradients of the two terms of a sum, residual and branch, from those of the sum and of its norm."""
+    d_residual, d_branch, sums = add_norm_backward_kernel(
+        d_total, d_normed, total, norm.weight, stats, norm.bias is not None, norm.centered, *dropout,
         x_bias is not None,
     )  # fmt: skip
-    sums.append((norm_sums, [norm.weight, norm.bias, x_bias]))
-    return d_hidden, d_hidden if residual_dropout is NO_DROPOUT else d_x, sums
+    # Without dropout the branch's gradient equals the residual's, and the kernel writes it once.
+    d_branch = d_residual if dropout is NO_DROPOUT else d_branch
+    return d_residual, d_branch, _PartialSums(sums, (norm.weight, norm.bias, x_bias))

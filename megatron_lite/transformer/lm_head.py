@@ -9,7 +9,7 @@ Heads compute only the loss rows: the tokens that have a loss. Under tensor para
 layers that are not split over the vocabulary are computed by each rank, with equal results and equal gradients.
 
 Shapes: T tokens, D hidden size, E embedding size (D unless factorised), V vocabulary; K loss rows that predict their
-token, P of them once more from the borders of their span, M loss rows of CLS that predict a class.
+token, P of them once more from the boundaries of their span, M loss rows of CLS that predict a class.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ class Heads(nn.Module):
         self.scale = config.hidden_size**-0.5 if config.scale_head else 1 / config.width_ratio
         self.soft_cap = config.logit_soft_cap
         self.bias = _token_biases(config, parallel) if config.head_bias else None
-        # SpanBERT's predictions from the borders of a span have separate biases.
-        has_borders = config.head_bias and config.span_boundary_places
-        self.boundary_bias = _token_biases(config, parallel) if has_borders else None
+        # SpanBERT's predictions from the boundaries of a span have separate biases.
+        has_boundaries = config.head_bias and config.span_boundary_places
+        self.boundary_bias = _token_biases(config, parallel) if has_boundaries else None
 
     def forward(
         self,
@@ -102,8 +102,8 @@ class Heads(nn.Module):
         if self.projection is not None:
             vectors = self.projection(vectors)
         if self.span_boundary is not None:
-            *borders, positions = loss_positions.borders.unbind(1)
-            before, after = (final_layernorm(hidden.index_select(0, border)) for border in borders)
+            *boundaries, positions = loss_positions.boundaries.unbind(1)
+            before, after = (final_layernorm(hidden.index_select(0, index)) for index in boundaries)
             vectors = torch.cat([vectors, self.span_boundary(before, after, positions)])
         classes = vectors.new_empty(0, 2)
         if self.sentence is not None:
@@ -122,13 +122,13 @@ class Heads(nn.Module):
     ) -> torch.Tensor:
         """[..., E] -> [..., local V with padding], so that the rows of all products are aligned to 16 bytes.
 
-        Args: boundaries: P, how many of the last vectors come from the borders of a span.
+        Args: boundaries: P, how many of the last vectors come from the boundaries of a span.
         """
         vectors, weight = self.operands(vectors, embedding)
         if self.boundary_bias is None:
             return self._capped(linear(vectors, weight, self.bias))
-        tokens, borders = vectors.split([len(vectors) - boundaries, boundaries])
-        logits = linear(tokens, weight, self.bias), linear(borders, weight, self.boundary_bias)
+        of_tokens, of_boundaries = vectors.split([len(vectors) - boundaries, boundaries])
+        logits = linear(of_tokens, weight, self.bias), linear(of_boundaries, weight, self.boundary_bias)
         return self._capped(torch.cat(logits))
 
     def operands(

@@ -298,7 +298,7 @@ class ChunkedLogits:
 
     vectors: torch.Tensor  # [K, E]
     weight: torch.Tensor  # [V, E]
-    biases: tuple[torch.Tensor | None, torch.Tensor | None]  # [V], of tokens and of borders
+    biases: tuple[torch.Tensor | None, torch.Tensor | None]  # [V], of tokens and of boundaries
     boundaries: int  # the last predictions, which have the second bias
     soft_cap: float | None
     chunk_size: int  # predictions
@@ -311,7 +311,7 @@ class ChunkedLogits:
     ) -> torch.Tensor:
         """`cross_entropy` of the logits, fp32 [K]."""
         chunks = _Chunks(len(self) - self.boundaries, self.soft_cap, self.chunk_size, first, valid, terms)
-        # The function takes two biases; where borders have none, the tokens' stands in for it.
+        # The function takes two biases; where boundaries have none, the tokens' stands in for it.
         biases = self.biases if self.biases[1] is not None else (self.biases[0], self.biases[0])
         losses: torch.Tensor = _ChunkedCrossEntropy.apply(
             self.vectors, self.weight, *biases, targets, group, chunks
@@ -321,7 +321,7 @@ class ChunkedLogits:
 
 @dataclass(frozen=True)
 class _Chunks:
-    tokens: int  # predictions before those of borders
+    tokens: int  # predictions before those of boundaries
     soft_cap: float | None
     size: int
     first: int

@@ -1,7 +1,7 @@
 """Which tokens of a batch have a loss, and which head computes it.
 
-Shapes: T tokens; K positions whose token is predicted from their own hidden state, P of them once more from the borders
-of their span (SpanBERT), M positions of CLS that predict a class.
+Shapes: T tokens; K positions whose token is predicted from their own hidden state, P of them once more from the
+boundaries of their span (SpanBERT), M positions of CLS that predict a class.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LossPositions(Generic[Array]):
     """
 
     tokens: Array  # [K]
-    borders: Array  # [P, 3]: the token before a span, the token after it, the position in the span from 0
+    boundaries: Array  # [P, 3]: the token before a span, the token after it, the position in the span from 0
     sentences: Array  # [M]
     objectives: Array  # [K + P + M]: the loss under which each is reported
 
@@ -46,21 +46,21 @@ def find_loss_positions(
     """
     tokens = np.flatnonzero(weights)
     empty = tokens[:0]
-    sentences, borders, in_spans = empty, np.stack([empty] * 3, axis=1), empty
+    sentences, boundaries, in_spans = empty, np.stack([empty] * 3, axis=1), empty
     if config.sentence_classes:
         is_sentence = np.isin(objectives[tokens], CLASS_LEVEL)
         sentences, tokens = tokens[is_sentence], tokens[~is_sentence]
     if config.span_boundary_places:
         is_predicted = (weights != 0) & (objectives == MASKED_SPANS.number)
-        borders, in_spans = _span_borders(is_predicted, config.span_boundary_places)
+        boundaries, in_spans = _span_boundaries(is_predicted, config.span_boundary_places)
     if few_counts:
         tokens, in_spans, sentences = (
             np.pad(x, (0, few_count(len(x)) - len(x)), constant_values=-1)
             for x in (tokens, in_spans, sentences)
         )
-        borders = np.pad(borders, ((0, len(in_spans) - len(borders)), (0, 0)))
+        boundaries = np.pad(boundaries, ((0, len(in_spans) - len(boundaries)), (0, 0)))
     losses = (objectives[tokens], np.full_like(in_spans, SPAN_BOUNDARY.number), objectives[sentences])
-    positions = LossPositions(tokens.clip(0), borders, sentences.clip(0), np.concatenate(losses))
+    positions = LossPositions(tokens.clip(0), boundaries, sentences.clip(0), np.concatenate(losses))
     return positions, np.concatenate([tokens, in_spans, sentences])
 
 
@@ -71,8 +71,8 @@ def few_count(count: int) -> int:
     return -(-count // step) * step
 
 
-def _span_borders(is_predicted: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each True in [T]: its borders, int64 [P, 3] as in LossPositions, and its own index [P].
+def _span_boundaries(is_predicted: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray]:
+    """For each True in [T]: its boundaries, int64 [P, 3] as in LossPositions, and its own index [P].
 
     On both sides of every span is a token that is not predicted (data_utils/objectives/spanbert.py). Tokens beyond the
     first `longest` of their span are left out: the table of positions in a span ends there.

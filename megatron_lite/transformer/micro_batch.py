@@ -12,7 +12,7 @@ Shapes: T tokens; K, P and M positions with a loss, see loss_positions.py.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,8 +44,8 @@ class MicroBatch:
     dropout: Dropout | None
     buffer: NamedBuffer  # all tensors above, and those of the plan
     make_extra_inputs: MakeInputs  # as in `ExtraInputs`
-    # The loss by whose divisor each weight is scaled, int64. SpanBERT's borders are scaled with the masked token they
-    # predict once more, though `LossPositions.objectives` reports them apart.
+    # The loss by whose divisor each weight is scaled, int64. SpanBERT's boundaries are scaled with the masked token
+    # that they predict once more, though `LossPositions.objectives` reports them apart.
     weight_objectives: np.ndarray
     extra_weight_objectives: np.ndarray
     loss_factor: float = 1.0  # multiplies its loss sum into its share of the step's loss
@@ -121,62 +121,31 @@ def prepare(
     plan, decoder_start = _plan_attention(
         batch, device, config, decoder_config, kernel, multiple, has_one_length, has_graphs
     )
-
-    # The fields, [fields, T], in the order of the plan.
-    is_padding = plan.order < 0
-    fields = batch.fields.swapaxes(0, 1)[[TOKENS, *ID_FIELDS, TARGETS]]
-    fields = fields.reshape(len(fields), -1)[:, plan.order]
-    # Index -1 has read the last token there; zeros make padding independent of it, and give it no loss.
-    fields[:, is_padding] = 0
-    token_weights = batch.weights.reshape(-1)[plan.order]
-    token_weights[is_padding] = 0.0
-    tokens, ids, token_targets = fields[0], fields[1:-1], fields[-1]
-    token_objectives = ids[ID_FIELDS.index(OBJECTIVE)].copy()
-    if config.task_rows:
-        # The model reads the loss's row of its task embedding there. A loss without a row has -1 and takes row 0: this
-        # run has no tokens of it.
-        ids[ID_FIELDS.index(OBJECTIVE)] = np.maximum(config.task_rows, 0)[token_objectives]
-    if config.segments == 1:
-        ids[ID_FIELDS.index(SEGMENT_IDS)] = 0
-
+    fields = _in_plan_order(batch, plan.order, config)
     # Positions with a loss are counted from the decoder's first token; configuration checks that no loss is the
     # encoder's.
     loss_positions, predicted = find_loss_positions(
-        token_weights[decoder_start:],
-        token_objectives[decoder_start:],
+        fields.weights[decoder_start:],
+        fields.objectives[decoder_start:],
         decoder_config or config,
         few_counts=few_counts,
     )
     extra = batch.extra_inputs(plan.order, decoder_start, predicted, few_counts, config)
-    predicts = predicted >= 0  # False for padding up to one of few counts
-    predicted = np.where(predicts, predicted + decoder_start, -1)
-    targets = np.where(predicts, token_targets[predicted], 0)
-    weights = np.where(predicts, token_weights[predicted], np.float32(0.0))
+    targets, weights, objectives = _predictions(fields, predicted, decoder_start)
     if extra.predictions is not None:
         loss_positions, targets = extra.predictions
-
     dropout, dropout_arrays = None, {}
     if dropout_seed is not None:
-        # Dropout is keyed by sample and position in it, not by the index in the batch: equal in every parallel
-        # configuration.
-        keys = token_keys(dropout_seed, batch.samples, batch.fields.shape[2]).reshape(-1)[plan.order]
-        layers = config.total_layers + config.decoder_layers  # cross-attention has its own
-        if decoder_config is not None:
-            layers = max(layers, decoder_config.num_layers)
-        dropout_arrays = {"dropout.keys": keys, "dropout.salts": salts(layers)}
-        # CUDA's fused attention draws by the position in its own grid, so its seed must tell ranks and micro-batches
-        # apart.
-        kernel_seed = derive_seed(dropout_seed, "attention", int(batch.samples[0]), tensor_parallel_rank) >> 1
         first_head = config.num_attention_heads // tensor_parallel_size * tensor_parallel_rank
-        step = derive_seed(dropout_seed, "distances") >> 33
-        dropout = Dropout(torch.empty(0), torch.empty(0), kernel_seed, first_head, step)
-
+        layers = _dropout_layers(config, decoder_config)
+        dropout = _make_dropout(batch, plan.order, dropout_seed, layers, tensor_parallel_rank, first_head)
+        dropout_arrays = {"dropout.keys": dropout.keys.numpy(), "dropout.salts": dropout.salts.numpy()}
     arrays = {
         # The plan first, then what has T elements: CUDA graphs repeat addresses, and so these are equal for all batches
         # whose plans have one shape.
         **{f"attention.{i}": array for i, array in enumerate(plan.arrays())},
-        "tokens": tokens,
-        "ids": ids,
+        "tokens": fields.tokens,
+        "ids": fields.ids,
         **dropout_arrays,
         "weights": weights,
         "extra_weights": extra.weights,
@@ -189,7 +158,7 @@ def prepare(
         plan=plan,
         buffer=buffer,
         make_extra_inputs=extra.make,
-        weight_objectives=token_objectives[predicted],
+        weight_objectives=objectives,
         extra_weight_objectives=extra.weight_objectives,
         **_tensor_fields(buffer.tensors(), dropout, extra.make),
     )
@@ -216,3 +185,61 @@ def _plan_attention(
         return plan, plan.lengths[0]
     multiple = slots if has_one_length else multiple
     return plan_stack(batch.layout, device, config, kernel, multiple, has_graphs), 0
+
+
+class _Fields(NamedTuple):
+    """The fields of a batch in the order of the attention plan; padding has zeros, and so no loss."""
+
+    tokens: np.ndarray  # int32 [T]
+    ids: np.ndarray  # int32 [len(ID_FIELDS), T]
+    targets: np.ndarray  # int32 [T]
+    weights: np.ndarray  # fp32 [T]
+    objectives: np.ndarray  # int32 [T]: the loss of each token
+
+
+def _in_plan_order(batch: Batch, order: np.ndarray, config: ModelConfig) -> _Fields:
+    fields = batch.fields.swapaxes(0, 1)[[TOKENS, *ID_FIELDS, TARGETS]]
+    fields = fields.reshape(len(fields), -1)[:, order]
+    weights = batch.weights.reshape(-1)[order]
+    # Index -1 has read the last token there; zeros make padding independent of it, and give it no loss.
+    is_padding = order < 0
+    fields[:, is_padding] = 0
+    weights[is_padding] = 0.0
+    ids = fields[1:-1]
+    objectives = ids[ID_FIELDS.index(OBJECTIVE)].copy()
+    if config.task_rows:
+        # The model reads the loss's row of its task embedding there. A loss without a row has -1 and takes row 0: this
+        # run has no tokens of it.
+        ids[ID_FIELDS.index(OBJECTIVE)] = np.maximum(config.task_rows, 0)[objectives]
+    if config.segments == 1:
+        ids[ID_FIELDS.index(SEGMENT_IDS)] = 0
+    return _Fields(fields[0], ids, fields[-1], weights, objectives)
+
+
+def _predictions(
+    fields: _Fields, predicted: np.ndarray, decoder_start: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Targets, weights and losses of the predicted positions. Args: predicted: from the decoder's first token on."""
+    predicts = predicted >= 0  # False for padding up to one of few counts
+    predicted = np.where(predicts, predicted + decoder_start, -1)
+    targets = np.where(predicts, fields.targets[predicted], 0)
+    weights = np.where(predicts, fields.weights[predicted], np.float32(0.0))
+    return targets, weights, fields.objectives[predicted]
+
+
+def _dropout_layers(config: ModelConfig, decoder_config: ModelConfig | None) -> int:
+    """Number of layers that drop out differently; cross-attention has its own."""
+    layers = config.total_layers + config.decoder_layers
+    return layers if decoder_config is None else max(layers, decoder_config.num_layers)
+
+
+def _make_dropout(
+    batch: Batch, order: np.ndarray, seed: int, layers: int, tensor_parallel_rank: int, first_head: int
+) -> Dropout:
+    """Args: seed: of the step. first_head: of this rank."""
+    # Keyed by sample and position in it, not by the index in the batch: equal in every parallel configuration.
+    keys = token_keys(seed, batch.samples, batch.fields.shape[2]).reshape(-1)[order]
+    # CUDA's fused attention draws by the position in its own grid, so its seed must tell ranks and micro-batches apart.
+    kernel_seed = derive_seed(seed, "attention", int(batch.samples[0]), tensor_parallel_rank) >> 1
+    step = derive_seed(seed, "distances") >> 33
+    return Dropout(torch.from_numpy(keys), torch.from_numpy(salts(layers)), kernel_seed, first_head, step)

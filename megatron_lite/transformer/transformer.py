@@ -37,7 +37,6 @@ from megatron_lite.transformer.forward_context import (
     make_context,
     with_bias,
 )
-from megatron_lite.transformer.fused_block import Hidden, materialize
 from megatron_lite.transformer.kernels.dropout import Dropout
 from megatron_lite.transformer.lm_head import Heads
 from megatron_lite.transformer.loss import ChunkedLogits, loss_logits, prediction_losses, sum_losses
@@ -46,6 +45,7 @@ from megatron_lite.transformer.norms import LayerNorm, RMSNorm, final_layernorm
 from megatron_lite.transformer.pooling import pool
 from megatron_lite.transformer.position_bias import Table, relative_tables
 from megatron_lite.transformer.predictions import task_outputs, token_scores
+from megatron_lite.transformer.residual import Hidden, materialize
 from megatron_lite.transformer.task_batch import TaskInputs
 from megatron_lite.transformer.task_losses import choice_scores, group_sums, task_loss, task_sums
 from megatron_lite.transformer.tensor_parallel import TensorParallel
@@ -343,7 +343,7 @@ class Transformer(TrainedModel):
             # Only the decoder's tokens have predictions.
             dropout = replace(dropout, keys=dropout.keys.split(batch.plan.lengths)[1])
         vectors, classes = self.heads(hidden, batch.loss_positions, self.final_layernorm, dropout)
-        borders = len(batch.loss_positions.borders)
+        boundaries = len(batch.loss_positions.boundaries)
         if whole or not self.heads.loss_rows:
-            return self.heads.vocabulary_logits(vectors, words, borders), classes
-        return loss_logits(self.heads, vectors, words, borders), classes
+            return self.heads.vocabulary_logits(vectors, words, boundaries), classes
+        return loss_logits(self.heads, vectors, words, boundaries), classes

@@ -85,7 +85,7 @@ def test_state_is_bit_equal_on_any_layout(tmp_path, ranks, before, new_ranks, af
         assert state["adam_step"] == 1.0
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
 def test_half_precision_keeps_fp32_state(tmp_path, precision):
     settings = {"training": {"precision": precision}, "batch": {"micro_batch_size": 1}}
     run_layout(fill_and_save, 2, layout(tp=2), settings, tmp_path)

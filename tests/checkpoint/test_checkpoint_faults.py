@@ -207,7 +207,7 @@ def test_a_kill_at_a_random_moment_with_four_ranks(tmp_path, seed):
 # Disks
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_full_disk_keeps_what_there_is_and_training_goes_on(small_disk, caplog, asynchronous):
     disk = small_disk("size=600k")  # a checkpoint takes 160 kB
     engine, saver = make(disk / "c", asynchronous=asynchronous, keep_last=0)

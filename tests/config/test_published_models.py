@@ -78,10 +78,10 @@ def test_a_successor_has_the_published_size(name):
 
 def test_glm_130b_fits_the_gpus_it_was_trained_on():
     """A100s of 40 GB: 16 bytes of weights and Adam's state per parameter of the fullest stage, the moments shared."""
-    from megatron_lite.engine.stage_counts import stages
+    from megatron_lite.estimate.parameters import stages
 
     config = published("glm-130b")
-    fullest = max(stage.parameters for stage in stages(config))
+    fullest = max(stage.numbers for stage in stages(config))
     assert 4 * fullest + 12 * fullest / 24 < 20 * 2**30
 
 
@@ -106,7 +106,7 @@ def test_the_parameter_count_matches_the_real_module(path):
     """And what --dry-run says that one rank holds."""
     import torch
 
-    from megatron_lite.engine.stage_counts import stages
+    from megatron_lite.estimate.parameters import stages
     from megatron_lite.transformer.transformer import Transformer
 
     config = load_config([path])
@@ -116,7 +116,7 @@ def test_the_parameter_count_matches_the_real_module(path):
         parameters = dict(Transformer(config.model).named_parameters())
     assert sum(parameter.numel() for parameter in parameters.values()) == parameter_count(config.model)
     (stage,) = stages(replace(config, parallel=ParallelConfig()))
-    assert stage.parameters == parameter_count(config.model)
+    assert stage.numbers == parameter_count(config.model)
     rows_that_pad = len(parameters["embedding.word_embeddings.weight"]) - config.model.vocab_size
     width = config.model.embedding_size or config.model.hidden_size
     biases = config.model.head_bias * (2 if config.model.span_boundary_places else 1)

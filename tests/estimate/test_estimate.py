@@ -136,7 +136,7 @@ def test_buckets_match_the_optimizer(files):
         p: decays[not (name.endswith("bias") or "layernorm" in name)] for name, p in reversed(named.items())
     }
     expected = assign_buckets(groups, sizes.bucket_size)
-    (stage,) = stages(sizes)
+    (stage,) = stages(config)
     found = buckets(stage, sizes)
     assert Counter(len(b.parameters) for b in found) == Counter(len(p) for _, p in expected)
     assert len(found) == len(expected) > 4
@@ -192,7 +192,7 @@ def test_each_optimizer_has_its_state(kind, of_matrices, of_rest):
     rows = average_sequence(plain)
     config = config_of(PAPER, 8, 1, (f"optimizer.kind={kind}", "ema.decay=0.9"))
     found = estimate(config, 8, H100, rows)
-    (stage,) = stages(Sizes(plain, 8, rows))
+    (stage,) = stages(plain)
     blocks = sum(p.numbers for p in stage.parameters if p.decays and p.name.startswith("layers."))
     expected = blocks * of_matrices + (stage.numbers - blocks) * of_rest + stage.numbers * 4
     assert found.peak.optimizer == pytest.approx(expected / 8, rel=0.01)

@@ -85,17 +85,17 @@ class EmulatedKernel(VarlenKernel):
 
     @classmethod
     def forward(cls, q, k, v, call, dropout):
-        assert not dropout and len(q) >= call.query_ends[-1] and len(k) >= call.key_ends[-1]
+        assert not dropout and len(q) >= call.cu_seqlens_q[-1] and len(k) >= call.cu_seqlens_k[-1]
         cls.calls += 1
-        outs = [torch.full_like(q[: call.query_ends[0]], torch.nan)]
+        outs = [torch.full_like(q[: call.cu_seqlens_q[0]], torch.nan)]
         for (first, stop), (first_key, stop_key) in zip(
-            itertools.pairwise(call.query_ends.tolist()),
-            itertools.pairwise(call.key_ends.tolist()),
+            itertools.pairwise(call.cu_seqlens_q.tolist()),
+            itertools.pairwise(call.cu_seqlens_k.tolist()),
             strict=True,
         ):
-            if stop == first == call.query_ends[-1]:  # fills up the number of sequences
+            if stop == first == call.cu_seqlens_q[-1]:  # fills up the number of sequences
                 continue
-            assert 0 < stop - first <= call.longest_queries and 0 < stop_key - first_key <= call.longest_keys
+            assert 0 < stop - first <= call.max_seqlen_q and 0 < stop_key - first_key <= call.max_seqlen_k
             queries, keys, values = q[first:stop], k[first_key:stop_key], v[first_key:stop_key]
             scores = torch.einsum("qhd,khd->hqk", queries, keys) / q.shape[-1] ** 0.5
             hidden, shift = torch.zeros(scores.shape[1:], dtype=torch.bool), len(keys) - len(queries)
@@ -106,11 +106,13 @@ class EmulatedKernel(VarlenKernel):
                 hidden |= torch.ones_like(hidden).tril(shift - call.window - 1)
             scores = scores.masked_fill(hidden, float("-inf"))
             outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values))
-        return torch.cat([*outs, torch.full_like(q[call.query_ends[-1] :], torch.nan)]), [torch.zeros(1)]
+        return torch.cat([*outs, torch.full_like(q[call.cu_seqlens_q[-1] :], torch.nan)]), [torch.zeros(1)]
 
     @classmethod
     def backward(cls, grad, q, k, v, out, state, call, dropout):
-        queries, keys = (slice(int(ends[0]), int(ends[-1])) for ends in (call.query_ends, call.key_ends))
+        queries, keys = (
+            slice(int(ends[0]), int(ends[-1])) for ends in (call.cu_seqlens_q, call.cu_seqlens_k)
+        )
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_() for x in (q, k, v)]
             again = cls.forward(*inputs, call, dropout)[0][queries]

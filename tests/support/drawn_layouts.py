@@ -87,7 +87,7 @@ SECTIONS: dict[str, Mapping[str, Sequence[Any]]] = {
 NAMES = tuple(
     name
     for name, made in OBJECTIVES.items()
-    if name not in ("optimus", "electra", "entities") and not made.config_class().class_heads
+    if name not in ("optimus", "electra", "entities", "contrastive") and not made.config_class().class_heads
 )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_lite.transformer import fused_block
+from megatron_lite.transformer import fused_block, residual
 from megatron_lite.transformer import loss as lm_loss
 from megatron_lite.transformer.attention_backends import varlen
 from megatron_lite.transformer.kernels import fused
@@ -71,21 +71,22 @@ def capture(run, pool=None):
 
 @torch.library.custom_op("tests::varlen_attention", mutates_args=())
 def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query_ends: torch.Tensor, key_ends: torch.Tensor, causal: bool
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
+    causal: bool,
 ) -> torch.Tensor:  # fmt: skip
     out = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
-    for queries, keys, weights in _sequences(q, k, query_ends, key_ends, causal):
+    for queries, keys, weights in _sequences(q, k, cu_seqlens_q, cu_seqlens_k, causal):
         out[queries] = torch.einsum("hqk,khd->qhd", weights, v[keys])
     return out
 
 
 @torch.library.custom_op("tests::varlen_attention_backward", mutates_args=())
 def _attention_backward(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query_ends: torch.Tensor,
-    key_ends: torch.Tensor, causal: bool,
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor, causal: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
     dq, dk, dv = (torch.full_like(x, torch.nan, memory_format=torch.contiguous_format) for x in (q, k, v))
-    for queries, keys, weights in _sequences(q, k, query_ends, key_ends, causal):
+    for queries, keys, weights in _sequences(q, k, cu_seqlens_q, cu_seqlens_k, causal):
         given = grad[queries]
         dv[keys] = torch.einsum("hqk,qhd->khd", weights, given)
         of_weights = torch.einsum("qhd,khd->hqk", given, v[keys])
@@ -95,9 +96,11 @@ def _attention_backward(
     return [dq, dk, dv]
 
 
-def _sequences(q, k, query_ends, key_ends, causal):
+def _sequences(q, k, cu_seqlens_q, cu_seqlens_k, causal):
     """Queries, keys and weights of each sequence that has any."""
-    ends = zip(itertools.pairwise(query_ends.tolist()), itertools.pairwise(key_ends.tolist()), strict=True)
+    ends = zip(
+        itertools.pairwise(cu_seqlens_q.tolist()), itertools.pairwise(cu_seqlens_k.tolist()), strict=True
+    )
     for queries, keys in (map(lambda span: slice(*span), pair) for pair in ends):
         if queries.stop > queries.start:
             scores = torch.einsum("qhd,khd->hqk", q[queries], k[keys]) / q.shape[-1] ** 0.5
@@ -112,11 +115,11 @@ class Operators(VarlenKernel):
 
     @staticmethod
     def forward(q, k, v, call, dropout):
-        return _attention(q, k, v, call.query_ends, call.key_ends, call.causal), []
+        return _attention(q, k, v, call.cu_seqlens_q, call.cu_seqlens_k, call.causal), []
 
     @staticmethod
     def backward(grad, q, k, v, out, state, call, dropout):
-        return tuple(_attention_backward(grad, q, k, v, call.query_ends, call.key_ends, call.causal))
+        return tuple(_attention_backward(grad, q, k, v, call.cu_seqlens_q, call.cu_seqlens_k, call.causal))
 
 
 # The kernels of a block by torch's operators, which a capture sees one by one. Arguments and results as in fused.py.
@@ -165,11 +168,11 @@ def finish_sums_kernel(sums, like):
     return torch.cat([part.sum(0) for part in sums])
 
 
-def join_pair_kernel(dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, first_key, place, border):
+def join_pair_kernel(dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, first_key, place, second_start):
     tokens = torch.arange(len(place))[:, None, None]
-    second = torch.where(tokens < border, dq_0, dq_1)
+    second = torch.where(tokens < second_start, dq_0, dq_1)
     gathered = [torch.where(place[:, None, None] < 0, 0.0, part[place.clamp(min=0)]) for part in (dk_1, dv_1)]
-    of_keys = [torch.where(tokens < border, part, 0.0) for part in (dk_0, dv_0)]
+    of_keys = [torch.where(tokens < second_start, part, 0.0) for part in (dk_0, dv_0)]
     of_keys = [part + more for part, more in zip(of_keys, gathered, strict=True)]
     total = torch.stack([second, *of_keys], 1)
     return total, total.flatten(1).sum(0, keepdim=True)
@@ -189,7 +192,7 @@ def by_torch(monkeypatch):
     monkeypatch.setattr(varlen, "join_pair_kernel", join_pair_kernel)
     monkeypatch.setattr(lm_loss, "has_kernels", lambda logits: False)
     monkeypatch.setattr(
-        fused_block, "dropout_add", lambda x, residual, dropout, bias: drop(x + bias, residual, dropout)
+        residual, "dropout_add", lambda x, hidden, dropout, bias: drop(x + bias, hidden, dropout)
     )
     monkeypatch.setattr(fused, "DEVICES", ("cuda", "cpu"))
     monkeypatch.setattr(varlen, "varlen_kernel", lambda dtype: Operators)

@@ -24,6 +24,7 @@ SHARDED = "megatron_lite/optim/sharded.py"
 BUCKETS = "megatron_lite/optim/buckets.py"
 TENSOR = "megatron_lite/transformer/tensor_parallel.py"
 ENGINE = "megatron_lite/engine/engine.py"
+GROUPS = "megatron_lite/engine/parameter_groups.py"
 TRAINER = "megatron_lite/train/trainer.py"
 WRITE = "data_utils/objectives/blank_infilling/spans.py"
 
@@ -71,7 +72,7 @@ GRADIENTS = (
     ),
     Plant(
         "tied embedding of the last pipeline stage not synchronised",
-        ENGINE,
+        GROUPS,
         "extra_reduce_group = self.context.pipeline_ends()",
         "extra_reduce_group = None",
         (f"{PARITY}[1x2x1]",),
@@ -101,15 +102,15 @@ GRADIENTS = (
     ),
     Plant(
         "gradient norm counts replicated parameters on every rank",
-        ENGINE,
+        GROUPS,
         "in_grad_norm=(is_split or tp.rank == 0) and not",
         "in_grad_norm=not",
         (f"{PARITY}[2x1x1]",),
     ),
     Plant(
         "gradient norm counts the tied embedding twice",
-        ENGINE,
-        "in_grad_norm=(is_split or tp.rank == 0) and not self._is_tied_copy(name)",
+        GROUPS,
+        "in_grad_norm=(is_split or tp.rank == 0) and not is_tied_copy(name, self.context)",
         "in_grad_norm=is_split or tp.rank == 0",
         (f"{PARITY}[1x2x1]",),
     ),
@@ -178,14 +179,14 @@ LOSSES = (
     ),
     Plant(
         "weight decay on norms",
-        "megatron_lite/engine/parameter_groups.py",
+        GROUPS,
         'return not (name.endswith("bias") or "layernorm" in name or model_spec(config).is_unused(name, config))',
         'return not (name.endswith("bias") or model_spec(config).is_unused(name, config))',
         ("tests/train/test_engine.py::test_weight_decay_matches_matrices_and_tables",),
     ),
     Plant(
         "weight decay on biases",
-        "megatron_lite/engine/parameter_groups.py",
+        GROUPS,
         'return not (name.endswith("bias") or "layernorm" in name or model_spec(config).is_unused(name, config))',
         'return not ("layernorm" in name or model_spec(config).is_unused(name, config))',
         ("tests/train/test_engine.py::test_weight_decay_matches_matrices_and_tables",),
@@ -219,8 +220,8 @@ DROPOUT = (
     Plant(
         "dropout of hidden states different on tensor-parallel ranks",
         "megatron_lite/transformer/micro_batch.py",
-        "keys = token_keys(dropout_seed, batch.samples,",
-        "keys = token_keys(dropout_seed + tensor_parallel_rank, batch.samples,",
+        "keys = token_keys(seed, batch.samples,",
+        "keys = token_keys(seed + tensor_parallel_rank, batch.samples,",
         (f"{FURTHER}[2x1x1]",),
         "NVIDIA/Megatron-LM#206",
     ),
@@ -549,7 +550,7 @@ LORA = (
     ),
     Plant(
         "no weight decay on A of LoRA's updates",
-        "megatron_lite/engine/parameter_groups.py",
+        GROUPS,
         'return not (name.endswith("bias") or',
         'return not (name.endswith(("bias", ".a")) or',
         ("tests/hf/test_lora.py::test_training_and_files_are_pefts[bert-1]",),

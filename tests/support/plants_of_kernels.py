@@ -15,8 +15,8 @@ KERNELS = (
     Plant(
         "dropout of attention under the rule equal on all tensor-parallel ranks",
         "megatron_lite/transformer/kernels/triton_attention.py",
-        "keep = _keeps(keys, salt, query_2d, key_2d, head + first_head, tokens, THRESHOLD)\n            dropped",
-        "keep = _keeps(keys, salt, query_2d, key_2d, head, tokens, THRESHOLD)\n            dropped",
+        "of_head = (head + dropout.first_head).to(tl.uint32)",
+        "of_head = head.to(tl.uint32)",
         (
             "tests/transformer/test_attention_blocks.py::test_kernels_drop_the_weights_that_the_dense_plan_drops",
         ),

@@ -9,6 +9,7 @@ MENTIONS = "tests/data/build/test_mentions.py"
 SHIFTED = "tests/data/objectives/test_decoder_inputs.py::test_a_decoder_reads_its_labels_shifted_right"
 PAIRS = "tests/data/build/test_pairs.py"
 WORDS = "tests/data/objectives/test_whole_words.py::test_words_begin_where_the_text_has_them"
+TEXT_PAIRS = "tests/data/pairs/test_text_pair_batches.py"
 PAIR_CORPORA = "tests/data/loader/test_pair_corpora.py"
 
 OBJECTIVES = (
@@ -87,9 +88,10 @@ OBJECTIVES = (
     Plant(
         "duplicates that leave without their entities",
         "data_utils/build/corpus.py",
-        "arrays, batch_lengths = [array[token_mask] for array in arrays], batch_lengths[mask]",
-        "arrays = [arrays[0][token_mask], *(array[: token_mask.sum()] for array in arrays[1:])]\n"
-        "            batch_lengths = batch_lengths[mask]",
+        "arrays = {name: array[masks[counted_in(name)]] for name, array in arrays.items()}",
+        "kept = {name: masks[counted_in(name)] for name in arrays}\n"
+        "            kept |= {name: np.arange(len(kept[name])) < kept[name].sum() for name in further}\n"
+        "            arrays = {name: array[kept[name]] for name, array in arrays.items()}",
         (f"{MENTIONS}::test_duplicates_leave_with_their_entities",),
     ),
     Plant(
@@ -141,6 +143,27 @@ OBJECTIVES = (
         "return np.where(owners >= 0, owners, super().choose(sample_indices))",
         "return super().choose(sample_indices)",
         (f"{PAIR_CORPORA}::test_each_pair_comes_once_in_an_epoch_of_its_corpus_and_for_its_objective",),
+    ),
+    Plant(
+        "negatives of another source",
+        "data_utils/loader/mixture.py",
+        "units, places = np.divmod(np.asarray(indices, np.int64) - self.start.first_sample, self.unit)",
+        "units = np.asarray(indices, np.int64) - self.start.first_sample\n        places = units * 0",
+        (f"{TEXT_PAIRS}::test_each_batch_is_of_one_corpus_with_exact_quotas",),
+    ),
+    Plant(
+        "texts of pairs cut before their prompt",
+        "data_utils/objectives/contrastive.py",
+        "end = _write_text(row, offset, text, start, length, tables, settings)",
+        "end = _write_text(row, offset, text, start + chunk_lengths[chunk] - length, length, tables, settings)",
+        (f"{TEXT_PAIRS}::test_texts_stand_as_transformers_reads_them",),
+    ),
+    Plant(
+        "records with a text of an earlier one not left out",
+        "megatron_lite/models/contrastive/batch.py",
+        "is_first &= found",
+        "pass",
+        (f"{TEXT_PAIRS}::test_records_with_a_text_of_an_earlier_one_are_left_out",),
     ),
     Plant(
         "pairs cut where a window ends",

@@ -54,7 +54,7 @@ POSITIONS = (
     ),
     Plant(
         "tied words share a bucket of gradients with what all stages hold",
-        "megatron_lite/engine/engine.py",
+        "megatron_lite/engine/parameter_groups.py",
         "on_all_stages=name.startswith(SHARED_BY_STAGES),",
         "",
         (LAYOUTS,),

@@ -81,7 +81,7 @@ def diverge(context, tree):
 @pytest.mark.parametrize(
     "parallel",
     [
-        {"zero_stage": 1},
+        pytest.param({"zero_stage": 1}, marks=pytest.mark.slow),
         pytest.param({"zero_stage": 2}, marks=pytest.mark.slow),
         {"zero_stage": 3},
         pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),

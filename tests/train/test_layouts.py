@@ -11,8 +11,6 @@ from support.training import make_trainer
 from data_utils.common.batch_fields import DOC, OBJECTIVE
 from data_utils.common.settings import merge
 from megatron_lite.config.sections import ParallelConfig
-from megatron_lite.runtime.control import RunControl
-from megatron_lite.telemetry.writer import Metrics
 
 MIXED = {
     "objectives": {
@@ -45,14 +43,12 @@ def two_steps(context, settings):
         return made
 
     trainer.train_data.batch = batch
-    trainer.control = RunControl(trainer.directory, is_main=False)
     steps = []
     for _ in range(2):
         interval = trainer.interval
         interval.reset()
         result, _ = trainer.train_step()
         steps.append((interval.objective_sums, result.grad_norm, interval.tokens, interval.flops))
-    trainer.metrics = Metrics(trainer.directory, enabled=False, tensorboard=False)
     return rows, steps, trainer.evaluate()
 
 

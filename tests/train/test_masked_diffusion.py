@@ -16,7 +16,6 @@ from data_utils.common.batch_fields import DOC, FIELDS, OBJECTIVE, PADDING_DOC, 
 from data_utils.common.losses import MASKED_DIFFUSION
 from data_utils.common.settings import merge
 from data_utils.objectives import LOSS_NAMES
-from megatron_lite.telemetry.writer import Metrics
 from megatron_lite.train.loss_normaliser import LossNormaliser
 from megatron_lite.train.step import StepCounts, StepInputs
 from megatron_lite.transformer.batch import Batch
@@ -112,7 +111,6 @@ def evaluated(context, tree):
     with torch.no_grad():  # every token is as likely as any other
         for parameter in trainer.engine.named_parameters.values():
             parameter.zero_()
-    trainer.metrics = Metrics(trainer.directory, enabled=False, tensorboard=False)
     return trainer.evaluate(), trainer.config.model.vocab_size, validation_rows(trainer)
 
 

@@ -21,6 +21,7 @@ ALONE = (
     "capitalization",  # its corpus is another (tests/train/test_class_heads.py), as corpora of pairs are
     "discourse_relation",
     "relevance",
+    "contrastive",
 )  # their models are not one Transformer; the samples of optimus are rows of whole documents
 MIXED = {name: made for name, made in OBJECTIVES.items() if name not in ALONE}
 SENTINELS = {"sentinel_first": 30, "sentinel_count": 9}  # words of the vocabulary, which has no <extra_id_0>

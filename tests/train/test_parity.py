@@ -15,7 +15,7 @@ from support.parity import Case, by_layout, outcomes_of
 
 from data_utils.common.errors import ConfigError
 from megatron_lite.config.sections import ParallelConfig
-from megatron_lite.engine.engine import Engine
+from megatron_lite.engine.parameter_groups import GroupRules
 from megatron_lite.engine.plain import make_engine
 from megatron_lite.transformer.tensor_parallel import TensorParallel
 
@@ -140,8 +140,8 @@ def with_a_factor(context, case, record):
 
 def with_the_whole_norm_on_each_rank(context, case, record):
     """A fault: parameters do not say that they are split, so that the gradient norm counts rank 0's parts only."""
-    group = Engine._param_group
-    Engine._param_group = lambda self, name, parameter: replace(
+    group = GroupRules.group
+    GroupRules.group = lambda self, name, parameter: replace(
         group(self, name, parameter), in_grad_norm=context.tp.rank == 0
     )
     return parity.run_case(context, case, record)

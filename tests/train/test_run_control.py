@@ -121,7 +121,7 @@ def test_a_second_signal_ends_a_process_that_is_stuck_in_native_code(tmp_path, m
     assert (tmp_path / "status").read_text() == f"{128 + signal.SIGUSR1}\n"
 
 
-@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_the_rank_that_has_the_signal_answers_and_one_on_a_node(tmp_path, first):
     with stuck("TRAINING", tmp_path / "run", 0) as main, stuck("TRAINING", tmp_path / "run", 1) as other:
         ranks = [main, other] if first == 0 else [other, main]
@@ -137,7 +137,10 @@ def test_the_rank_that_has_the_signal_answers_and_one_on_a_node(tmp_path, first)
         assert next_run.stderr.readline().startswith("SIGTERM: finishing this step,")
 
 
-@pytest.mark.parametrize("number", STOP_SIGNALS)
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(number, marks=[pytest.mark.slow] * (number != signal.SIGTERM)) for number in STOP_SIGNALS],
+)
 def test_a_signal_before_the_first_step_ends_at_once_in_one_line(tmp_path, monkeypatch, number):
     monkeypatch.setenv("GLM_STATUS_FILE", str(tmp_path / "status"))
     with stuck("STARTING", tmp_path / "run") as process:

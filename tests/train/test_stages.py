@@ -12,7 +12,7 @@ from data_utils.common.settings import build, merge, to_tree
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config, load_config
 from megatron_lite.engine.plain import make_engine
-from megatron_lite.engine.stage_counts import stages
+from megatron_lite.estimate.parameters import stages
 from megatron_lite.transformer.flops import layer_costs, parameter_count
 from megatron_lite.transformer.transformer import Transformer
 
@@ -45,7 +45,7 @@ def test_parameters_of_every_rank_match_the_real_engine(layout):
     tree = merge(MODEL, {"parallel": layout})
     config, world_size = build(Config, tree), 4
     ranks = run_ranks(held, world_size, tree, parallel=build(ParallelConfig, layout))
-    expected = [stage.parameters for stage in stages(config)]
+    expected = [stage.numbers for stage in stages(config)]
     for count, _, stage in ranks:
         assert count == expected[stage]
     # A data-parallel rank owns its share of the optimizer's state, padding left out.
@@ -62,7 +62,7 @@ def test_stages_of_encoder_and_decoder_hold_their_blocks(norm):
     tree = merge(MODEL, {"model": options, "parallel": layout, "objectives": {"t5": 1}})
     config = build(Config, tree)
     ranks = run_ranks(held, 4, tree, parallel=build(ParallelConfig, layout))
-    expected = [stage.parameters for stage in stages(config)]
+    expected = [stage.numbers for stage in stages(config)]
     assert [count for count, _, _ in ranks] == expected
     words = 384 * 64  # the last stage has them too
     assert sum(expected) - words == parameter_count(config.model)
@@ -74,7 +74,7 @@ def test_one_process_holds_the_whole_model(name):
     (stage,) = stages(build(Config, merge(to_tree(config), {"parallel": {"pipeline_parallel_size": 1}})))
     with torch.device("meta"):
         whole = sum(parameter.numel() for parameter in Transformer(config.model).parameters())
-    assert stage.parameters == parameter_count(config.model) == whole
+    assert stage.numbers == parameter_count(config.model) == whole
 
 
 @pytest.mark.parametrize(("objectives", "share"), [({"causal": 1}, 1.0), ({"causal": 1, "xlnet": 3}, 5 / 14)])

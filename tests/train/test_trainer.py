@@ -295,7 +295,6 @@ def test_background_saves_hold_what_saves_in_the_foreground_hold(settings, tmp_p
 def start(context, tree):
     """Where a run begins, before its first step: progress, owned weights, largest Adam moment."""
     trainer = make_trainer(context, tree)
-    trainer._resume()
     moments = [
         t.abs().max().item()
         for f in trainer.engine.fragments()

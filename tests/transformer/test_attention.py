@@ -156,7 +156,7 @@ def test_two_launches_compute_exactly_the_pairs_of_the_rule(recipe):
     for launch in plan.launches:
         queries, keys = rows[launch.queries], rows[launch.gathered if launch.keys is None else launch.keys]
         for (q, q_stop), (k, k_stop) in zip(
-            itertools.pairwise(launch.query_ends), itertools.pairwise(launch.key_ends), strict=True
+            itertools.pairwise(launch.cu_seqlens_q), itertools.pairwise(launch.cu_seqlens_k), strict=True
         ):
             shape = (q_stop - q, k_stop - k)
             seen = np.tril(np.ones(shape, int), shape[1] - shape[0]) if launch.causal else np.ones(shape, int)

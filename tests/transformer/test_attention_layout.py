@@ -191,7 +191,7 @@ def test_a_batch_finds_its_structure_once(monkeypatch):
         )
     batch = Batch(prefix_batch(0))
     assert batch.tokens and batch.visible_keys
-    weighed = batch.as_means([1.0] * 3, batch.loss_divisors(3))
+    weighed = batch.with_scaled_weights(np.ones(3, np.float32))
     for square_causal_only in (True, False):
         make_document_groups(weighed.layout, square_causal_only=square_causal_only)
     assert calls_made == ["make_layout", "_visible_keys"]

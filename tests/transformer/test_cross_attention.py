@@ -186,8 +186,8 @@ def test_on_cuda_each_part_is_a_call_without_a_mask(name):
     assert isinstance(plan.cross, VarlenPlan) and not len(plan.cross.zeroed)
     document, decoder = make_layout(*arrays).document, orders(plan)[1]
     with_targets = len(np.unique(document[make_layout(*arrays).is_target]))
-    assert len(plan.cross.launches[0].query_ends) - 1 == with_targets
-    assert plan.cross.launches[0].query_ends[-1] == len(decoder)
+    assert len(plan.cross.launches[0].cu_seqlens_q) - 1 == with_targets
+    assert plan.cross.launches[0].cu_seqlens_q[-1] == len(decoder)
 
 
 def test_mass_hides_the_fragment_from_the_decoder():

@@ -139,7 +139,7 @@ class Largest(TorchDispatchMode):
     "options", [{}, {"logit_soft_cap": 2.0}, {"head_bias": True, "span_boundary_places": 4}]
 )
 def test_the_loss_of_some_rows_of_logits_at_a_time_equals_torch(options, smoothing, z_loss):
-    """In rows of five, 18 of tokens and 6 of borders; never are there more than a part's logits."""
+    """In rows of five, 18 of tokens and 6 of boundaries; never are there more than a part's logits."""
     config = ModelConfig(
         num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=40, max_position=8, init_std=1.0, **options
     )  # fmt: skip
@@ -152,17 +152,17 @@ def test_the_loss_of_some_rows_of_logits_at_a_time_equals_torch(options, smoothi
     generator = torch.Generator().manual_seed(0)
     vectors = torch.randn(24, 8, generator=generator, requires_grad=True)
     targets, weights = torch.randint(0, 40, (24,), generator=generator), torch.rand(24, generator=generator)
-    borders = 6 if len(used) == 3 else 0
+    boundaries = 6 if len(used) == 3 else 0
     exact = [p.detach().double()[: 40 if p.dim() < 3 else None].requires_grad_() for p in (vectors, *used)]
     logits = exact[0] @ exact[1].T
-    if borders:
+    if boundaries:
         logits = torch.cat([logits[:18] + exact[2], logits[18:] + exact[3]])
     if config.logit_soft_cap is not None:
         logits = 2.0 * torch.tanh(logits / 2.0)
     expected = F.cross_entropy(logits, targets, reduction="none", label_smoothing=smoothing)
     expected = expected + z_loss * logits.logsumexp(-1).square()
     with Largest() as largest:
-        given = loss_logits(heads, vectors, words, borders), vectors.new_zeros(0, 2), targets, words
+        given = loss_logits(heads, vectors, words, boundaries), vectors.new_zeros(0, 2), targets, words
         losses = prediction_losses(*given, LossTerms(smoothing, 40, z_loss) if smoothing else None)
         found = torch.autograd.grad((losses * weights).sum(), (vectors, *used))
     torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)  # fp32 against fp64

@@ -115,11 +115,11 @@ def run(model, batch, dropout_seed):
 def counted(monkeypatch):
     """The fused blocks that were computed."""
     blocks = []
-    fused = fused_block._FusedBlock.apply
+    fused = fused_block.FusedBlock.apply
     monkeypatch.setattr(
-        fused_block._FusedBlock,
+        fused_block.FusedBlock,
         "apply",
-        lambda *arguments: blocks.append(arguments[2][1]) or fused(*arguments),
+        lambda *arguments: blocks.append(arguments[2].block) or fused(*arguments),
     )
     return blocks
 

@@ -58,10 +58,10 @@ def test_plans_of_fixed_shapes_equal_softmax_over_the_rule(name, emulated_kernel
             for mine, theirs in zip(*gradients, strict=True):
                 torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
         launches = [
-            replace(launch, gathered=0, gathered_index=0, query_ends=0, key_ends=0)
+            replace(launch, gathered=0, gathered_index=0, cu_seqlens_q=0, cu_seqlens_k=0)
             for launch in plan.launches
         ]
-        counts = str([len(launch.query_ends) for launch in plan.launches])
+        counts = str([len(launch.cu_seqlens_q) for launch in plan.launches])
         shapes.setdefault(counts, set()).add(str(([array.shape for array in plan.arrays()], launches)))
     assert len(shapes) < 3 and {len(found) for found in shapes.values()} == {1}
 

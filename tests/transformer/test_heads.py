@@ -29,6 +29,7 @@ from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.plain import make_engine
 from megatron_lite.train.callbacks.gradient_norms import GradientNorms
+from megatron_lite.train.loss_normaliser import mean_scales
 from megatron_lite.transformer.batch import Batch
 from megatron_lite.transformer.flops import parameter_count, step_flops
 from megatron_lite.transformer.init import initialize_parameters
@@ -88,14 +89,14 @@ def test_rows_are_sorted_by_the_head_that_predicts_them():
         used = int((row[DOC] >= 0).sum())
         example = Example.from_fields(row[:, :used])
         if LOSS_NAMES[row[OBJECTIVE, 0]] == "masked_spans":
-            borders = span_boundaries(example)
-            borders[:, :3] += number * row.shape[1]
-            expected += [border for border in borders.tolist() if border[3] <= 4]  # the table has four places
+            boundaries = span_boundaries(example)
+            boundaries[:, :3] += number * row.shape[1]
+            expected += [each for each in boundaries.tolist() if each[3] <= 4]  # the table has four places
     assert len(expected) > 5
-    spans = labelled[len(found.tokens) : len(found.tokens) + len(found.borders)]
+    spans = labelled[len(found.tokens) : len(found.tokens) + len(found.boundaries)]
     assert spans.tolist() == [row for row, *_ in expected]
     # Places count from 1 there.
-    assert found.borders.tolist() == [[a, b, place - 1] for _, a, b, place in expected]
+    assert found.boundaries.tolist() == [[a, b, place - 1] for _, a, b, place in expected]
     assert {LOSS_NAMES[i] for i in found.objectives[len(found.tokens) :]} == {
         "span_boundary", "next_sentence", "sentence_order",
     }  # fmt: skip
@@ -133,7 +134,7 @@ def reference_losses(model: Transformer, row: np.ndarray) -> dict[str, list[floa
 
     losses: dict[str, list[float]] = {}
     example = Example.from_fields(row)
-    borders = {r: rest for r, *rest in span_boundaries(example).tolist()}
+    boundaries = {r: rest for r, *rest in span_boundaries(example).tolist()}
     for i in np.flatnonzero(example.weights):
         name, target = LOSS_NAMES[row[OBJECTIVE, i]], int(row[TARGETS, i])
         if name in ("next_sentence", "sentence_order"):
@@ -146,8 +147,8 @@ def reference_losses(model: Transformer, row: np.ndarray) -> dict[str, list[floa
             losses.setdefault(name, []).append(F.cross_entropy(logits, torch.tensor(target)).item())
             continue
         losses.setdefault(name, []).append(token_loss(gelu_norm(last[i], "heads.projection"), target))
-        if name == "masked_spans" and borders[i][2] <= 4:
-            before, after, place = borders[i]
+        if name == "masked_spans" and boundaries[i][2] <= 4:
+            before, after, place = boundaries[i]
             places = p["heads.span_boundary.place_embeddings.weight"]
             x = torch.cat([last[before], last[after], places[place - 1]])
             x = gelu_norm(gelu_norm(x, "heads.span_boundary.inner"), "heads.span_boundary.outer")
@@ -201,7 +202,7 @@ def test_rows_that_fill_change_nothing(seed):
         loss, sums = model(inputs)
         results.append((inputs, loss, sums, torch.autograd.grad(loss, list(model.parameters()))))
     (inputs, loss, sums, grads), (filled, *others) = results
-    for part in ("tokens", "borders", "sentences"):
+    for part in ("tokens", "boundaries", "sentences"):
         mine, theirs = (len(getattr(x.loss_positions, part)) for x in (inputs, filled))
         assert theirs == few_count(mine) > mine, part
     # The layers run in fp64; losses and their gradients pass through fp32.
@@ -369,7 +370,7 @@ def test_losses_become_means_of_their_own_rows():
     before = batch.copy()
     halves = [Batch(half) for half in np.split(batch, 2)]
     assert totals == pytest.approx(sum(half.loss_divisors(len(totals)) for half in halves))
-    weighed = [half.as_means(factors, totals) for half in halves]
+    weighed = [half.with_scaled_weights(mean_scales(factors, totals)) for half in halves]
     weights = np.concatenate([half.weights for half in weighed])
     for i, total in enumerate(totals):
         found = weights[batch[:, OBJECTIVE] == i].sum()

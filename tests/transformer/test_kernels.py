@@ -6,6 +6,7 @@ rounded once, 2^-8 relative; torch rounds between its operators as well.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from support.kernels import interpreted_kernels
 from support.project import ROOT
+from support.selection import slow_but
 
 from megatron_lite.config.model import ACTIVATIONS
 from megatron_lite.transformer import loss as loss_module
@@ -82,9 +84,13 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 
 
 @DTYPES
-@pytest.mark.parametrize("p", [0.0, 0.3])
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("with_hidden", [False, True])
+@pytest.mark.parametrize(
+    ("p", "with_bias", "with_hidden"),
+    slow_but(
+        [(0.3, True, True), (0.0, False, False)],
+        itertools.product([0.0, 0.3], [False, True], [False, True]),
+    ),
+)
 def test_sums(dtype, p, with_bias, with_hidden):
     hidden = draw(TOKENS, WIDTH, dtype=dtype) if with_hidden else None
     x = draw(TOKENS, WIDTH, seed=1, dtype=dtype)
@@ -105,8 +111,13 @@ def rms_norm(x, gain, _):
 
 
 @DTYPES
-@pytest.mark.parametrize("p", [0.0, 0.3])
-@pytest.mark.parametrize("kind", ["norm alone", "sum", "sum with bias"])
+@pytest.mark.parametrize(
+    ("p", "kind"),
+    slow_but(
+        [(0.3, "sum with bias"), (0.0, "norm alone")],
+        itertools.product([0.0, 0.3], ["norm alone", "sum", "sum with bias"]),
+    ),
+)
 @pytest.mark.parametrize(
     ("norm", "has_shift"), [(layer_norm, True), (layer_norm, False), (rms_norm, False)],
     ids=["layer norm", "layer norm without bias", "rms norm"],
@@ -297,7 +308,7 @@ def test_kernels_compile_for_gpus_and_fit_into_registers(gpu, is_short):
     assert [line for line in found if line[-1] > SPILLS[gpu].get(line[0], 0)] == []
 
 
-@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("p", slow_but([0.3], [0.0, 0.3]))
 @pytest.mark.parametrize("what", ["sum", "sum and norm", "activation", "cross entropy"])
 def test_no_rows(what, p):
     """SpanBERT's head in a micro-batch without spans, for example: results without rows, sums over tokens of zero."""

@@ -40,10 +40,12 @@ def define(name, types, results):
         torch.library.impl(f"flash_attn_3::{name}", "CPU", lambda *given: KERNELS[f"fa3 {name}"](*given))
 
 
-def attend(q, k, v, query_ends, key_ends, causal, left, right):
+def attend(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, left, right):
     """The output, and the log of the sum of exponentials [H, Q], written out; no key outside of the window is seen."""
     outs, sums = [], []
-    pairs = zip(itertools.pairwise(query_ends.tolist()), itertools.pairwise(key_ends.tolist()), strict=True)
+    pairs = zip(
+        itertools.pairwise(cu_seqlens_q.tolist()), itertools.pairwise(cu_seqlens_k.tolist()), strict=True
+    )
     for (first, stop), (first_key, stop_key) in pairs:
         scores = torch.einsum("qhd,khd->hqk", q[first:stop], k[first_key:stop_key]) / q.shape[-1] ** 0.5
         # Distance from a query to a key; the last of both are aligned.
@@ -59,9 +61,9 @@ def attend(q, k, v, query_ends, key_ends, causal, left, right):
     return torch.cat(outs), torch.cat(sums, 1)
 
 
-def gradients(grad, q, k, v, query_ends, key_ends, causal, left, right):
+def gradients(grad, q, k, v, cu_seqlens_q, cu_seqlens_k, causal, left, right):
     """Of q, k and v. In a thread of its own: below torch's operators there is no autograd."""
-    rest = query_ends, key_ends, causal, left, right
+    rest = cu_seqlens_q, cu_seqlens_k, causal, left, right
 
     def differentiate():
         inputs = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -84,31 +86,31 @@ class Fa2:
     """The operators of torch that its CUDA library has."""
 
     @staticmethod
-    def into(out, q, k, v, query_ends, key_ends, max_q, max_k, p, causal, debug, **given):
-        assert (max_q, max_k, p, debug) == (*longest(query_ends, key_ends), 0.0, False)
+    def into(out, q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, p, causal, debug, **given):
+        assert (max_q, max_k, p, debug) == (*longest(cu_seqlens_q, cu_seqlens_k), 0.0, False)
         found, sums = attend(
-            q, k, v, query_ends, key_ends, causal, given["window_size_left"], given["window_size_right"]
+            q, k, v, cu_seqlens_q, cu_seqlens_k, causal, given["window_size_left"], given["window_size_right"]
         )
         out.copy_(found)
         return sums
 
     @staticmethod
     def backward(
-        grad, q, k, v, out, sums, query_ends, key_ends, max_q, max_k, p, causal, state, unused, **given
+        grad, q, k, v, out, sums, cu_seqlens_q, cu_seqlens_k, max_q, max_k, p, causal, state, unused, **given
     ):
         assert (
-            (max_q, max_k, p) == (*longest(query_ends, key_ends), 0.0)
+            (max_q, max_k, p) == (*longest(cu_seqlens_q, cu_seqlens_k), 0.0)
             and state.dtype == torch.uint64
             and state.shape == (2,)
         )
-        rest = query_ends, key_ends, causal, given["window_size_left"], given["window_size_right"]
+        rest = cu_seqlens_q, cu_seqlens_k, causal, given["window_size_left"], given["window_size_right"]
         check_saved(out, sums, q, k, v, *rest)
         return gradients(grad, q, k, v, *rest)
 
 
 def fa3_forward(q, k, v, *rest):
-    out, query_ends, key_ends = rest[3:6]
-    found, sums = attend(q, k, v, query_ends, key_ends, *rest[21:24])
+    out, cu_seqlens_q, cu_seqlens_k = rest[3:6]
+    found, sums = attend(q, k, v, cu_seqlens_q, cu_seqlens_k, *rest[21:24])
     out.copy_(found)
     return out, sums, sums.new_empty(0), sums.new_empty(0)
 
@@ -191,13 +193,13 @@ def test_every_implementation_computes_the_same_attention(implementation, causal
     grad = torch.randn(8, 2, 8, dtype=torch.float64, generator=generator)
     launch = launch_of(causal, window)
     sides = (window or -1), (0 if causal else window or -1)
-    expected, _ = attend(q, k, v, launch.query_ends, launch.key_ends, causal, *sides)
+    expected, _ = attend(q, k, v, launch.cu_seqlens_q, launch.cu_seqlens_k, causal, *sides)
     kernel = varlen_kernel(torch.bfloat16)
     out, state = kernel.forward(q, k, v, launch, 0.0)
     torch.testing.assert_close(out, expected)
     found = kernel.backward(grad, q, k, v, out, state, launch, 0.0)
     torch.testing.assert_close(
-        tuple(found), gradients(grad, q, k, v, launch.query_ends, launch.key_ends, causal, *sides)
+        tuple(found), gradients(grad, q, k, v, launch.cu_seqlens_q, launch.cu_seqlens_k, causal, *sides)
     )
 
 

@@ -131,7 +131,7 @@ class GLMFormat(HuggingFaceFormat):
         weights, settings = weights.renamed(names), own_layout(source, config_json)
         check_sizes(source, settings, weights)
         # The tokenizer decides the size of the vocabulary.
-        rows, size = weights.shapes[WORDS][0], settings.pop("vocab_size")
+        rows, size = next(iter(weights.shapes[WORDS]), 0), settings.pop("vocab_size")
         if rows != size:
             raise CheckpointError(
                 f"{source / CONFIG_JSON}: vocab_size is {size}, but the tensors have {rows}; {SAME_MODEL}."

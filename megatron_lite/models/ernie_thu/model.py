@@ -26,11 +26,11 @@ from megatron_lite.transformer.activation_checkpoint import recomputed
 from megatron_lite.transformer.block import Block
 from megatron_lite.transformer.dense import Linear, Transform
 from megatron_lite.transformer.forward_context import ForwardContext
-from megatron_lite.transformer.fused_block import Hidden, materialize
 from megatron_lite.transformer.kernels.dropout import Dropout, FeatureDropout, hash_pairs, is_kept
 from megatron_lite.transformer.kernels.fused import activated
 from megatron_lite.transformer.micro_batch import MicroBatch
 from megatron_lite.transformer.norms import make_norm
+from megatron_lite.transformer.residual import Hidden, materialize
 from megatron_lite.transformer.tensor_parallel import (
     ColumnParallelLinear,
     Partition,

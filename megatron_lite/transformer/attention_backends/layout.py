@@ -34,7 +34,7 @@ Masks are never built here: a masked range evaluates the rule on its own queries
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -262,13 +262,9 @@ def make_document_groups(layout: Layout, *, square_causal_only: bool) -> list[Do
     begins = np.flatnonzero(np.r_[True, np.diff(layout.document) != 0, True])
     cuts = np.searchsorted(edges, begins)
     summaries = _summarize(visible, edges, np.repeat(begins[:-1], np.diff(cuts)))
-    groups = list[DocumentGroup]()
-    first = 0
-    while first < len(cuts) - 1:
-        begin, last = int(begins[first]), first + 1
-        if square_causal_only:
-            last = max(last, int(np.searchsorted(begins, begin + JOINED_TOKENS, side="right")) - 1)
-        end = int(begins[last])
+    groups = []
+    for first, last in _grouped_documents(begins, JOINED_TOKENS if square_causal_only else 0):
+        begin, end = int(begins[first]), int(begins[last])
         if square_causal_only and end - begin <= JOINED_TOKENS:
             query_ranges = _joined_ranges(visible.count[begin:end])
         else:
@@ -278,8 +274,20 @@ def make_document_groups(layout: Layout, *, square_causal_only: bool) -> list[Do
                 for query_range in _query_ranges(summary, visible, square_causal_only, begin)
             ]
         groups.append(DocumentGroup(begin, end, tuple(query_ranges)))
-        first = last
     return groups
+
+
+def _grouped_documents(begins: np.ndarray, most_tokens: int) -> Iterator[tuple[int, int]]:
+    """Documents [first, last) of each group: as many as have `most_tokens` together, at least one.
+
+    Args: begins: first token of each document, and the number of tokens.
+    """
+    first = 0
+    while first < len(begins) - 1:
+        last = int(np.searchsorted(begins, begins[first] + most_tokens, side="right")) - 1
+        last = max(last, first + 1)
+        yield first, last
+        first = last
 
 
 def _range_edges(layout: Layout, least_full_queries: int, split_steps: bool) -> np.ndarray:
@@ -322,24 +330,41 @@ class _RangeSummary(NamedTuple):
     stream_start: int
     stream_stop: int  # not after the start: no keys of the query stream
     fewest_keys: int  # of a query
-    is_exact: int  # no range of a query holds a key that it does not see
-    is_causal: int  # and each query sees one key more than the query before, none of the query stream
     most_keys: int  # of a query
+    is_exact: bool  # no range of a query holds a key that it does not see
+    is_causal: bool  # and each query sees one key more than the query before, none of the query stream
 
 
 def _summarize(visible: VisibleKeys, edges: np.ndarray, begin: np.ndarray | int) -> list[_RangeSummary]:
     """The summaries of the ranges between ascending edges. Args: begin: first token of their groups."""
     here, starts = slice(edges[0], edges[-1]), edges[:-1] - edges[0]
-    first, last, stop = visible.stream_start[here], visible.stream_stop[here], visible.content_stop[here]
+    stream_start, stream_stop = visible.stream_start[here], visible.stream_stop[here]
+    content_stop, count, is_exact = visible.content_stop[here], visible.count[here], visible.is_exact[here]
+    has_stream = stream_start < stream_stop
+    sees_one_more = np.diff(content_stop, prepend=0) == 1  # than the query before
+    sees_one_more[starts] = True
+
     # All ranges at once by `reduceat`: a Python loop over thousands of ranges would hold the interpreter's lock.
-    grows, count, exact = np.diff(stop, prepend=0) == 1, visible.count[here], visible.is_exact[here]
-    grows[starts] = True
-    low = [count, exact, exact & grows & (first == last), np.where(first < last, first, edges[-1])]
-    *lowest, stream_start = np.minimum.reduceat(low, starts, axis=1)
-    most, *stops = np.maximum.reduceat([count, stop, np.where(first < last, last, 0)], starts, axis=1)
-    spans = edges[:-1], edges[1:], visible.content_start[here][starts], stops[0], stream_start, stops[1]
-    numbers = np.stack([*(np.stack(spans) - begin), *lowest, most], axis=1)
-    return [_RangeSummary(*each) for each in numbers.tolist()]
+    def least(numbers: np.ndarray) -> np.ndarray:
+        return np.minimum.reduceat(numbers, starts)
+
+    def most(numbers: np.ndarray) -> np.ndarray:
+        return np.maximum.reduceat(numbers, starts)
+
+    columns = {
+        "start": edges[:-1] - begin,
+        "stop": edges[1:] - begin,
+        "content_start": visible.content_start[here][starts] - begin,
+        "content_stop": most(content_stop) - begin,
+        "stream_start": least(np.where(has_stream, stream_start, edges[-1])) - begin,
+        "stream_stop": most(np.where(has_stream, stream_stop, 0)) - begin,
+        "fewest_keys": least(count),
+        "most_keys": most(count),
+        "is_exact": least(is_exact),
+        "is_causal": least(is_exact & sees_one_more & ~has_stream),
+    }
+    in_order = (columns[name].tolist() for name in _RangeSummary._fields)
+    return [_RangeSummary(*numbers) for numbers in zip(*in_order, strict=True)]
 
 
 def _joined_ranges(count: np.ndarray) -> list[QueryRange]:
@@ -363,7 +388,7 @@ def _query_ranges(
     start, stop = summary.start, summary.stop
     if not summary.most_keys:
         return [QueryRange(BLIND, start, stop)]
-    keys, queries = _key_ranges(summary, bool(summary.is_exact)), stop - start
+    keys, queries = _key_ranges(summary, summary.is_exact), stop - start
     # All queries see all keys of the range: no mask.
     if summary.is_exact and summary.fewest_keys == summary.most_keys:
         return [QueryRange(FULL, start, stop, keys)]

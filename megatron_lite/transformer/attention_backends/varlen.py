@@ -62,14 +62,14 @@ class VarlenLaunch:
     gathered_index: (
         Any  # int32 [T]: index of each token in `gathered`, -1 = none; empty if a token is there twice
     )
-    query_ends: Any  # int32 [sequences + 1], from 0: where each sequence begins, and the last one ends
-    key_ends: Any  # int32 [sequences + 1]
-    longest_queries: int
-    longest_keys: int
+    cu_seqlens_q: Any  # int32 [sequences + 1], from 0: where each one's queries begin, and the last one's end
+    cu_seqlens_k: Any  # int32 [sequences + 1]
+    max_seqlen_q: int
+    max_seqlen_k: int
     window: int = 0  # of a local layer; 0 = none
 
 
-_ARRAYS = ("gathered", "gathered_index", "query_ends", "key_ends")
+_ARRAYS = ("gathered", "gathered_index", "cu_seqlens_q", "cu_seqlens_k")
 
 
 class VarlenPlan:
@@ -113,7 +113,7 @@ class VarlenPlan:
     def shape(self) -> tuple[Any, ...]:
         """Numbers that must be equal in two plans with fixed shapes so that their launches are equal."""
         return self.length, *(
-            (each.causal, each.longest_keys, len(each.query_ends)) for each in self.launches
+            (each.causal, each.max_seqlen_k, len(each.cu_seqlens_q)) for each in self.launches
         )
 
     def with_fixed_shapes(self, longest: int) -> VarlenPlan:
@@ -134,7 +134,7 @@ class VarlenPlan:
         ):
             return self
         whole, most = slice(0, self.length), max(longest, _PADDING_DOCUMENT)
-        count = max(3 * self.length // most, *(len(launch.key_ends) - 1 for launch in self.launches))
+        count = max(3 * self.length // most, *(len(launch.cu_seqlens_k) - 1 for launch in self.launches))
         plan = VarlenPlan(
             [
                 replace(
@@ -142,10 +142,10 @@ class VarlenPlan:
                     queries=whole,
                     keys=None if launch.keys is None else whole,
                     gathered=np.resize(launch.gathered, self.length if launch.keys is None else 0),
-                    query_ends=_with_empty_sequences(launch.query_ends + launch.queries.start, count),
-                    key_ends=_with_empty_sequences(launch.key_ends, count),
-                    longest_queries=most,
-                    longest_keys=most,
+                    cu_seqlens_q=_with_empty_sequences(launch.cu_seqlens_q + launch.queries.start, count),
+                    cu_seqlens_k=_with_empty_sequences(launch.cu_seqlens_k, count),
+                    max_seqlen_q=most,
+                    max_seqlen_k=most,
                 )
                 for launch in self.launches
             ],
@@ -294,8 +294,8 @@ class VarlenAttention:
         if plan.is_pair:
             assert first is not None
             second = plan.launches[1]
-            border = None if plan.in_first_launch is None else second.query_ends[:1]
-            return join_pair_kernel(*grads[0], *grads[1], first.start, second.gathered_index, border)
+            second_start = None if plan.in_first_launch is None else second.cu_seqlens_q[:1]
+            return join_pair_kernel(*grads[0], *grads[1], first.start, second.gathered_index, second_start)
         return self._summed_grads(inputs, grads)[0], None
 
     def _summed_grads(self, inputs: Packed, grads: list[Gradients]) -> list[torch.Tensor]:
@@ -420,10 +420,10 @@ def _make_launch(
         keys=slice(int(gathered[0]), int(gathered[-1]) + 1) if is_slice else None,
         gathered=gathered[:0] if is_slice else gathered,
         gathered_index=gathered_index,
-        query_ends=np.r_[0, np.cumsum(query_lengths)].astype(np.int32),
-        key_ends=np.r_[0, np.cumsum(key_lengths)].astype(np.int32),
-        longest_queries=int(query_lengths.max()),
-        longest_keys=int(key_lengths.max()),
+        cu_seqlens_q=np.r_[0, np.cumsum(query_lengths)].astype(np.int32),
+        cu_seqlens_k=np.r_[0, np.cumsum(key_lengths)].astype(np.int32),
+        max_seqlen_q=int(query_lengths.max()),
+        max_seqlen_k=int(key_lengths.max()),
     )
 
 
@@ -435,6 +435,6 @@ def _expand(ranges: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
     return np.repeat(stops - ends, lengths) + np.arange(lengths.sum()), lengths
 
 
-def _with_empty_sequences(ends: np.ndarray, count: int) -> np.ndarray:
+def _with_empty_sequences(cu_seqlens: np.ndarray, count: int) -> np.ndarray:
     """With empty sequences at the end, up to a power of 2, at least `count`."""
-    return np.pad(ends, (0, (1 << (count - 1).bit_length()) + 1 - len(ends)), mode="edge")
+    return np.pad(cu_seqlens, (0, (1 << (count - 1).bit_length()) + 1 - len(cu_seqlens)), mode="edge")

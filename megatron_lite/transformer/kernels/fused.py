@@ -143,7 +143,7 @@ def finish_sums(sums: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
 def join_pair(
     dq_0: torch.Tensor, dk_0: torch.Tensor, dv_0: torch.Tensor,
     dq_1: torch.Tensor, dk_1: torch.Tensor, dv_1: torch.Tensor,
-    first_key: int, gathered_index: torch.Tensor, border: torch.Tensor | None,
+    first_key: int, gathered_index: torch.Tensor, second_start: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The gradient of Q, K and V [T, 3, H, D'] from the gradients of a pair of launches, and its partial sums
     [P, 3 H D'].
@@ -151,7 +151,7 @@ def join_pair(
     Args:
         first_key: of the first launch.
         gathered_index: of the second launch, see VarlenLaunch.
-        border: int32 [1], the first query of the second launch, where shapes are fixed (`with_fixed_shapes`).
+        second_start: int32 [1], the first query of the second launch, where shapes are fixed (`with_fixed_shapes`).
     """
     joined = dq_0.new_empty(gathered_index.shape[0], 3, *dq_0.shape[1:])
     return joined, empty_sums(joined, dq_0.shape[1] * dq_0.shape[2], 3)

@@ -284,13 +284,13 @@ def _load_row(matrix, row, rows, column, WIDTH: tl.constexpr):
 
 @kernel("tokens", "tokens_per_program", "queries_0", "queries_1", "first_key", "keys_0", "keys_1")
 def _join_pair(
-    dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, gathered_index, border, out, sums,
+    dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, gathered_index, second_start, out, sums,
     tokens, tokens_per_program, queries_0, queries_1, first_key, keys_0, keys_1,
-    HAS_BORDER: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_SECOND_START: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
-    if HAS_BORDER:
-        queries_0 = tl.load(border)
+    if HAS_SECOND_START:
+        queries_0 = tl.load(second_start)
         keys_0 = queries_0
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -300,7 +300,7 @@ def _join_pair(
     first = program * tokens_per_program
     for token in range(first, tl.minimum(first + tokens_per_program, tokens)):
         target = out + token * 3 * WIDTH + column
-        second = tl.where(token < queries_0, -1, token - (0 if HAS_BORDER else queries_0))
+        second = tl.where(token < queries_0, -1, token - (0 if HAS_SECOND_START else queries_0))
         dq = _load_row(dq_0, token, queries_0, column, WIDTH) + _load_row(
             dq_1, second, queries_1, column, WIDTH
         )
@@ -386,15 +386,15 @@ def activate_backward(x, bias, grad, activation, gated, keys, salt, p, d_x, sums
 
 
 def join_pair(  # type: ignore[no-untyped-def]
-    dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, first_key, gathered_index, border, out, sums
+    dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, first_key, gathered_index, second_start, out, sums
 ):  # fmt: skip
     (queries, heads, size), tokens = dq_0.shape, gathered_index.shape[0]
     key_shapes = [((len(dk), heads, size), dk, dv) for dk, dv in ((dk_0, dv_0), (dk_1, dv_1))]
-    require(*key_shapes, ((len(dq_1), heads, size), dq_1), ((1,), border))
+    require(*key_shapes, ((len(dq_1), heads, size), dq_1), ((1,), second_start))
     if programs := sums.shape[0]:
         block, warps = _block(heads * size)
         counts = queries, dq_1.shape[0], first_key, dk_0.shape[0], dk_1.shape[0]
         _join_pair(
-            (programs, 1), (dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, gathered_index, border, out, sums),
-            (tokens, -(-tokens // programs), *counts), (border is not None, heads * size, block), warps,
+            (programs, 1), (dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, gathered_index, second_start, out, sums),
+            (tokens, -(-tokens // programs), *counts), (second_start is not None, heads * size, block), warps,
         )  # fmt: skip

@@ -73,10 +73,12 @@ def try_attention(device: torch.device, dtype: torch.dtype, types: Sequence[Laun
         queries, keys = 16, 16 if launched.window else 24
         q = torch.ones(queries, 1, launched.head_size, device=device, dtype=dtype)
         k = torch.ones(keys, 1, launched.head_size, device=device, dtype=dtype)
-        ends = [torch.tensor([0, length], device=device, dtype=torch.int32) for length in (queries, keys)]
+        cu_seqlens = [
+            torch.tensor([0, length], device=device, dtype=torch.int32) for length in (queries, keys)
+        ]
         launch = SimpleNamespace(
-            query_ends=ends[0], key_ends=ends[1], longest_queries=queries, longest_keys=keys, causal=causal,
-            window=launched.window,
+            cu_seqlens_q=cu_seqlens[0], cu_seqlens_k=cu_seqlens[1], max_seqlen_q=queries, max_seqlen_k=keys,
+            causal=causal, window=launched.window,
         )  # fmt: skip
         try:
             out, state = kernel.forward(q, k, k, launch, launched.dropout)
@@ -130,16 +132,24 @@ class _Flash(VarlenKernel):
 
     @staticmethod
     def forward(q, k, v, launch, dropout):  # type: ignore[no-untyped-def]
-        ends = launch.query_ends, launch.key_ends, launch.longest_queries, launch.longest_keys
+        cu_seqlens = launch.cu_seqlens_q, launch.cu_seqlens_k, launch.max_seqlen_q, launch.max_seqlen_k
         left, right = _window_sides(launch)
         if dropout:
             out, *state = _flash_forward(
-                q, k, v, *ends, dropout, launch.causal, False, window_size_left=left, window_size_right=right
+                q,
+                k,
+                v,
+                *cu_seqlens,
+                dropout,
+                launch.causal,
+                False,
+                window_size_left=left,
+                window_size_right=right,
             )
             return out, state[:3]  # log of the sum of exponentials, state of the generator
         # Into a tensor of ours: fa3 and fa4 fill two tensors more where they make the output themselves.
         out = q.new_empty(q.shape)
-        _, log_sums = _public_forward()(out, q, k, v, *ends, window_size=(left, right))
+        _, log_sums = _public_forward()(out, q, k, v, *cu_seqlens, window_size=(left, right))
         return out, [log_sums]
 
     @staticmethod
@@ -149,8 +159,8 @@ class _Flash(VarlenKernel):
         generator = generator or [q.new_empty(2, dtype=torch.uint64), q.new_empty(0)]
         left, right = _window_sides(launch)
         return _flash_backward(
-            grad, q, k, v, out, log_sums, launch.query_ends, launch.key_ends, launch.longest_queries,
-            launch.longest_keys, dropout, launch.causal, *generator, window_size_left=left, window_size_right=right,
+            grad, q, k, v, out, log_sums, launch.cu_seqlens_q, launch.cu_seqlens_k, launch.max_seqlen_q,
+            launch.max_seqlen_k, dropout, launch.causal, *generator, window_size_left=left, window_size_right=right,
         )  # fmt: skip
 
 
@@ -173,8 +183,8 @@ class _Efficient(VarlenKernel):
                 "fp32 and on GPUs before Ampere: set training.precision to bf16 or fp16, and use a later GPU."
             )
         out, *state, _, _ = _efficient_forward(
-            q[None], k[None], v[None], None, launch.query_ends, launch.key_ends,
-            launch.longest_queries, launch.longest_keys, dropout, cls.FROM_BOTTOM_RIGHT if launch.causal else 0, True,
+            q[None], k[None], v[None], None, launch.cu_seqlens_q, launch.cu_seqlens_k,
+            launch.max_seqlen_q, launch.max_seqlen_k, dropout, cls.FROM_BOTTOM_RIGHT if launch.causal else 0, True,
         )  # fmt: skip
         return out[0], state  # log of the sum of exponentials, seed and offset of the generator
 
@@ -182,8 +192,8 @@ class _Efficient(VarlenKernel):
     def backward(cls, grad, q, k, v, out, state, launch, dropout):  # type: ignore[no-untyped-def, override]
         log_sums, *generator = state
         *grads, _ = _efficient_backward(
-            grad[None], q[None], k[None], v[None], None, out[None], launch.query_ends, launch.key_ends,
-            launch.longest_queries, launch.longest_keys, log_sums, dropout, *generator,
+            grad[None], q[None], k[None], v[None], None, out[None], launch.cu_seqlens_q, launch.cu_seqlens_k,
+            launch.max_seqlen_q, launch.max_seqlen_k, log_sums, dropout, *generator,
             cls.FROM_BOTTOM_RIGHT if launch.causal else 0, False,
         )  # fmt: skip
         return tuple(x[0] for x in grads)

@@ -78,7 +78,13 @@ def test_unknown_words_are_said(tmp_path):
     assert str(tmp_path) in line and "spaces" in line
 
 
-READ_BESIDE = ("entities", "capitalization", "discourse_relation", "relevance")  # corpora of their own
+READ_BESIDE = (
+    "entities",
+    "capitalization",
+    "discourse_relation",
+    "relevance",
+    "contrastive",
+)  # corpora of their own
 ORDINARY = [" ".join([*PROSE] * 6)] * 8
 
 

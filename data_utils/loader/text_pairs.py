@@ -1,0 +1,113 @@
+"""Corpora of text pairs: a sample is a record, that is a query, a text that belongs to it, and negatives.
+
+Record i is the documents k i to k (i + 1) - 1 of the dataset (data_utils/build/text_pairs.py), so the index is the
+dataset's own, which is mapped: a corpus of 10^9 records opens at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from data_utils.common.errors import DataError
+from data_utils.common.settings import check
+from data_utils.dataset.indexed_dataset import IndexedDataset
+from data_utils.dataset.manifest import documents_per_record
+from data_utils.loader.config import CorpusConfig
+from data_utils.loader.sampler import WindowIndex
+
+
+class TextPairIndex(WindowIndex):
+    """The records of a dataset of text pairs, each a sample whose chunks are its texts; 0 tokens where there is none.
+
+    Args:
+        window_length: sequence_length of the run, which pairs do not read.
+        negatives: that are read of a record, at most.
+    Attributes:
+        texts: of a record that are read.
+        prompt_tokens: of the query, and of the other texts.
+    """
+
+    def __init__(self, dataset: IndexedDataset, window_length: int, negatives: int) -> None:
+        super().__init__(dataset, window_length)
+        self.negatives = negatives
+        self._per_record = documents_per_record(dataset.manifest)
+        self.texts = self.max_chunks = min(2 + negatives, self._per_record)
+        self.num_windows = len(dataset) // self._per_record
+        prompts = dataset.manifest["text_pairs"]["prompts"]
+        self.prompt_tokens: tuple[int, int] = prompts["query"]["tokens"], prompts["document"]["tokens"]
+
+    def __reduce__(self) -> tuple[type, tuple[IndexedDataset, int, int]]:  # type: ignore[override]
+        return type(self), (self.dataset, self.window_length, self.negatives)
+
+    def __str__(self) -> str:
+        """Number of records and negatives, for the log."""
+        return (
+            f"{self.dataset.prefix}: {self.num_windows:,} text pairs, with {self.texts - 2} of their "
+            f"{self._per_record - 2} negatives"
+        )
+
+    def documents(self, records: np.ndarray) -> np.ndarray:
+        """The documents of records [n], int64 [n, texts]."""
+        return records[:, None] * self._per_record + np.arange(self.texts)
+
+    def hashes(self, records: np.ndarray) -> np.ndarray:
+        """The hashes of the texts of records [n], uint64 [n, texts]; 0 = no text."""
+        assert self.dataset.text_hashes is not None
+        return self.dataset.text_hashes[self.documents(records)]
+
+    def scores(self, records: np.ndarray) -> np.ndarray:
+        """The scores of records [n], fp32; 0 where the dataset has none."""
+        scores = self.dataset.scores
+        return np.zeros(len(records), np.float32) if scores is None else scores[records]
+
+    def costs(self, windows: Any) -> tuple[Any, Any]:
+        return windows, windows + 1
+
+    def plan(
+        self,
+        starts: np.ndarray,
+        stops: np.ndarray,
+        samples: np.ndarray,
+        first_tokens: np.ndarray,
+        chunk_lengths: np.ndarray,
+        counts: np.ndarray,
+    ) -> None:
+        documents = self.documents(starts)
+        first_tokens[samples] = self.dataset.pointers[documents[:, 0]] >> self._shift
+        chunk_lengths[samples, : self.texts] = self.dataset.lengths[documents]
+        counts[samples] = self.texts
+
+    def prefetch(self, windows: np.ndarray) -> None:
+        first = self.dataset.pointers[windows * self._per_record] >> self._shift
+        self.dataset.prefetch(first, self.dataset.num_tokens // self.num_windows)
+
+
+def open_text_pairs(
+    corpus: CorpusConfig, dataset: IndexedDataset, length: int, section: Any
+) -> TextPairIndex:
+    """The records of a corpus. Args: section: of its objective.
+
+    Raises: DataError for a dataset without text pairs, or without the scores of the objective; ConfigError for texts
+        that would be cut within their prompt.
+    """
+    if "text_pairs" not in dataset.manifest:
+        raise DataError(
+            f"dataset {corpus.prefix} has no text pairs, which {corpus.objective} reads; build it with "
+            "scripts/preprocess_data.py --text-pairs."
+        )
+    if section.needs_scores and dataset.scores is None:
+        raise DataError(
+            f"dataset {corpus.prefix} has no scores, which {corpus.objective}.loss {section.loss} needs; build it "
+            "with --score-column."
+        )
+    index = TextPairIndex(dataset, length, section.negatives_read)
+    sides = zip(("query", "document"), index.prompt_tokens, section.text_lengths, strict=True)
+    for side, tokens, longest in sides:
+        check(
+            tokens + section.overhead < longest,
+            f"{corpus.objective}.{side}_length is {longest}, but the {side} prompt of {corpus.prefix} has {tokens} "
+            f"tokens and {section.overhead} special tokens are added; raise it.",
+        )
+    return index

@@ -1,0 +1,1 @@
+"""Vectors of texts, trained by pairs of texts."""

@@ -1,0 +1,173 @@
+"""Batches of text pairs: beside the tokens, what a loss over the whole global batch needs to know of each text.
+
+The loss compares the texts of all ranks, and equal texts are no negatives of each other. So each micro-batch has the
+hashes of all texts of its global batch. Every rank reads these from the mapped datasets: they are a function of the
+sample numbers, and no rank waits for another.
+
+A record whose query or positive equals that of an earlier record of the global batch is left out of it, whatever
+becomes of the earlier one: its row is padding, and it does not count. So no query and no positive is twice in a batch.
+CoSENT, which has no negatives, keeps all records.
+
+Shapes: N records of the global batch, k texts of each, B sequences of the micro-batch, S tokens of each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from data_utils.common.batch_fields import DOC, PADDING_DOC
+from data_utils.common.losses import CONTRASTIVE
+from data_utils.loader.loader import SampleLoader
+from data_utils.loader.text_pairs import TextPairIndex
+from data_utils.objectives.contrastive import FORMS, ContrastiveConfig
+from megatron_lite.transformer.batch import Batch
+
+
+@dataclass(frozen=True)
+class PairRecords:
+    """The records of a global batch, equal on all ranks: one object for all micro-batches of a step."""
+
+    first_sample: int  # the sample that is record 0
+    texts: np.ndarray  # uint64 [N, k]: equal numbers are equal texts
+    is_text: np.ndarray  # bool [N, k]: False for negatives that a record lacks
+    is_counted: np.ndarray  # bool [N]: False for records that are left out
+    scores: np.ndarray  # fp32 [N]; 0 where the corpus has none
+
+
+def first_of_equals(texts: np.ndarray) -> np.ndarray:
+    """Bool [N]: whether no earlier record has the query or the positive of a record. Args: texts: uint64 [N, k]."""
+    is_first = np.ones(len(texts), bool)
+    for column in texts[:, :2].T:
+        found = np.zeros(len(texts), bool)
+        found[np.unique(column, return_index=True)[1]] = True
+        is_first &= found
+    return is_first
+
+
+class PairBatch(Batch):
+    """Sequences with the texts of a record each; document d of a sequence is text d of its record.
+
+    Args:
+        fields, samples: as for Batch; the sequences of records that are left out are padding.
+        numbers: int64 [B], the record of each sequence in `records`; -1 for padding.
+        records: of the global batch.
+        prompt_tokens: tokens before the text proper, special tokens in front included: of the query and of the other
+            texts; 0 where there is no prompt.
+    """
+
+    def __init__(
+        self,
+        fields: np.ndarray,
+        samples: np.ndarray,
+        numbers: np.ndarray,
+        records: PairRecords,
+        prompt_tokens: tuple[int, int] = (0, 0),
+    ):
+        super().__init__(fields, samples)
+        self.numbers, self.records, self.prompt_tokens = numbers, records, prompt_tokens
+
+    @property
+    def num_records(self) -> int:
+        """Records of this micro-batch that count: over all micro-batches and ranks, the divisor of the loss."""
+        return int((self.numbers >= 0).sum())
+
+    @property
+    def loss_divisor(self) -> float:
+        return float(self.num_records)
+
+    def loss_divisors(self, num_losses: int) -> np.ndarray:
+        divisors = np.zeros(num_losses)
+        divisors[CONTRASTIVE.number] = self.num_records
+        return divisors
+
+    @cached_property
+    def token_texts(self) -> np.ndarray:
+        """The text of each token, int64 [B * S]: k times its sequence plus its number in the record; -1 = padding."""
+        doc = self.fields[:, DOC].astype(np.int64)
+        texts = np.arange(len(doc))[:, None] * self.records.texts.shape[1] + doc
+        return np.where(doc == PADDING_DOC, -1, texts).ravel()
+
+    @cached_property
+    def text_starts(self) -> np.ndarray:
+        """The first token of each text, int64 [B, k], an index into the flattened batch; -1 = there is no text."""
+        real = np.flatnonzero(self.token_texts >= 0)
+        texts, first = np.unique(self.token_texts[real], return_index=True)
+        starts = np.full(len(self.fields) * self.records.texts.shape[1], -1)
+        starts[texts] = real[first]
+        return starts.reshape(len(self.fields), -1)
+
+    @property
+    def skipped_tokens(self) -> np.ndarray:
+        """Tokens at the start of each text that a vector without its prompt leaves out, int64 [k]."""
+        query, document = self.prompt_tokens
+        return np.array([query, *[document] * (self.records.texts.shape[1] - 1)])
+
+    @property
+    def text_hashes(self) -> np.ndarray:
+        """The hash of each text, uint64 [B, k]; 0 = there is no text."""
+        hashes = self.records.texts[self.numbers]
+        return np.where(self.text_starts >= 0, hashes, np.uint64(0))
+
+    @property
+    def scores(self) -> np.ndarray:
+        """The score of each sequence's record, fp32 [B]; 0 for padding."""
+        return np.where(self.numbers >= 0, self.records.scores[self.numbers], np.float32(0))
+
+    def padded(self, sequences: int) -> PairBatch:
+        more = sequences - len(self.samples)
+        samples = np.pad(self.samples, (0, more))
+        numbers = np.pad(self.numbers, (0, more), constant_values=-1)
+        fields = super().padded(sequences).fields
+        return PairBatch(fields, samples, numbers, self.records, self.prompt_tokens)
+
+
+class PairSamples:
+    """The samples of a loader: PairBatches of corpora of text pairs, and fields of other corpora.
+
+    A batch lies within a global batch, whose samples are of one corpus.
+    """
+
+    def __init__(self, loader: SampleLoader, section: ContrastiveConfig):
+        self._loader, self.prefetch, self.fingerprint = loader, loader.prefetch, loader.fingerprint
+        self._leaves_out = section.loss == "infonce"
+        self._num_before = len(FORMS[section.form].before)
+        self._last: tuple[PairRecords, TextPairIndex] | None = None
+
+    def batch(self, indices: np.ndarray) -> np.ndarray | Batch:
+        """Samples int64 [B]."""
+        fields = self._loader.batch(indices)
+        if not len(indices):
+            return fields
+        found = self._records_of(indices)
+        if found is None:
+            return fields
+        records, index = found
+        numbers = indices - records.first_sample
+        assert numbers.min() >= 0 and numbers.max() < len(records.texts), "samples of two global batches"
+        numbers = np.where(records.is_counted[numbers], numbers, -1)
+        left_out = numbers < 0
+        fields[left_out] = 0
+        fields[left_out, DOC] = PADDING_DOC
+        skipped = [tokens and tokens + self._num_before for tokens in index.prompt_tokens]
+        return PairBatch(fields, indices, numbers, records, (skipped[0], skipped[1]))
+
+    def _records_of(self, indices: np.ndarray) -> tuple[PairRecords, TextPairIndex] | None:
+        """The global batch of samples, and its corpus; None for a batch of text."""
+        mixture = self._loader.mixture_at(indices)
+        start, unit = mixture.start.first_sample, mixture.unit
+        first = start + (int(indices.min()) - start) // unit * unit
+        last = self._last  # one read: another thread may replace it
+        if last is not None and last[0].first_sample == first:
+            return last
+        corpora, _, numbers = mixture.locate(np.arange(first, first + unit))
+        index = mixture.indexes[corpora[0]]
+        if not isinstance(index, TextPairIndex):
+            return None
+        texts = index.hashes(numbers)
+        is_counted = first_of_equals(texts) if self._leaves_out else np.ones(len(texts), bool)
+        records = PairRecords(first, texts, texts != 0, is_counted, index.scores(numbers))
+        self._last = records, index
+        return self._last
