@@ -13,7 +13,7 @@ import numpy as np
 from data_utils.common.losses import SENTENCE_ORDER_LOSS, Loss
 from data_utils.common.settings import checked, setting
 from data_utils.objectives.interface import TextFormat
-from data_utils.objectives.masked_text import NO_PAIR, SENTENCE_ORDER, MaskedText, MaskedTextConfig
+from data_utils.objectives.masked_text import MaskedText, MaskedTextConfig, Pairing
 from data_utils.objectives.registry import register
 
 
@@ -33,8 +33,8 @@ class AlbertConfig(MaskedTextConfig):
         return 1.0 / np.arange(1, self.max_ngram + 1)
 
     @property
-    def pairing(self) -> int:
-        return SENTENCE_ORDER if self.sentence_order else NO_PAIR
+    def pairing(self) -> Pairing:
+        return Pairing.SENTENCE_ORDER if self.sentence_order else Pairing.NO_PAIR
 
 
 @register

@@ -26,12 +26,6 @@ from data_utils.common.random_streams import below, chance, chance_threshold, re
 from data_utils.common.settings import check, checked, fraction, setting
 from data_utils.objectives.base import RowObjective, RowSizes
 from data_utils.objectives.compiled import (
-    FREE,
-    POSITIONS,
-    STARTS,
-    TAKEN,
-    TEXT,
-    UNIT_START,
     copy_range,
     count_up,
     entry_point,
@@ -137,106 +131,106 @@ class BartConfig(RowSizes):
 
 
 @inlined
-def _permute_sentences(text, sentence_start, start, maskable, length, rng, scratch, settings):
-    """Write the text, its sentences in random order, to scratch[TEXT]. Args: sentence_start: bool of each token."""
+def _permute_sentences(text, sentence_start, maskable, rng, scratch, settings):
+    """Write the text, its sentences in random order, to scratch.text. Args: sentence_start: bool of each token."""
     sentences = 1
-    scratch[POSITIONS, 0] = 0
+    scratch.starts[0] = 0
     if settings.permute_sentences:
         for i in range(1, maskable):
-            scratch[POSITIONS, sentences] = i  # overwritten unless a sentence begins here
-            sentences += sentence_start[start + i]
-    scratch[POSITIONS, sentences] = maskable
+            scratch.starts[sentences] = i  # overwritten unless a sentence begins here
+            sentences += sentence_start[i]
+    scratch.starts[sentences] = maskable
     for k in range(sentences):
-        scratch[STARTS, k] = k
-    shuffle(rng, scratch[STARTS], sentences)
+        scratch.order[k] = k
+    shuffle(rng, scratch.order, sentences)
     at = 0
     for k in range(sentences):
-        sentence = scratch[STARTS, k]
-        first, end = scratch[POSITIONS, sentence], scratch[POSITIONS, sentence + 1]
-        copy_range(scratch, TEXT, at, at + end - first, text, start + first)
+        sentence = scratch.order[k]
+        first, end = scratch.starts[sentence], scratch.starts[sentence + 1]
+        copy_range(scratch.text, at, at + end - first, text, first)
         at += end - first
-    copy_range(scratch, TEXT, maskable, length, text, start + maskable)
+    copy_range(scratch.text, maskable, len(text), text, maskable)
 
 
 @inlined
-def _draw_masks(maskable, rng, scratch, length_table, settings):
-    """Mark the spans that one mask each replaces in scratch[TAKEN]; count the masks before each token in scratch[FREE].
+def _draw_masks(maskable, tables, settings):
+    """Mark the tokens that go in scratch.taken (one mask for each span), and count scratch.inserted.
 
     Spans of length 0 are drawn along with every other span; each inserts a mask.
     """
-    set_range(scratch, FREE, 0, maskable, 1)
-    set_range(scratch, UNIT_START, 0, maskable, 1)
+    rng, scratch = tables.rng, tables.scratch
+    set_range(scratch.free, 0, maskable, 1)
+    set_range(scratch.unit_start, 0, maskable, 1)
     target = masked_target(settings.masked_ratio, maskable)
-    count = draw_spans(rng, scratch, maskable, target, True, length_table, 0)
+    count = draw_spans(tables, maskable, target, True, 0)
     removed, inserted = 0, 0
     for i in range(maskable):
-        removed += scratch[TAKEN, i]
-    set_range(scratch, FREE, 0, maskable, 0)
+        removed += scratch.taken[i]
+    set_range(scratch.inserted, 0, maskable, 0)
     # A Poisson length may be 0: such a span removes nothing and inserts a mask. Their number is bounded by the
     # tokens removed, so that a row never grows.
     for _ in range(count):
         while inserted < removed - count and chance(rng, settings.empty_below):
-            scratch[FREE, below(rng, maskable)] += 1
+            scratch.inserted[below(rng, maskable)] += 1
             inserted += 1
 
 
 @inlined
 def _write_context(row, offset, maskable, length, scratch, settings):
-    """CLS and the text of scratch[TEXT] with its masks. Returns the end."""
+    """CLS and the text of scratch.text with its masks. Returns the end."""
     tokens = row[TOKENS, offset:]
     tokens[0] = settings.cls
     at, inside = 1, 0
     for i in range(maskable):
-        for _ in range(scratch[FREE, i]):
+        for _ in range(scratch.inserted[i]):
             tokens[at] = settings.mask
             at += 1
-        taken = scratch[TAKEN, i]
+        taken = scratch.taken[i]
         at -= taken & inside  # the span's mask is there already: overwrite it
-        tokens[at] = settings.mask if taken else scratch[TEXT, i]
+        tokens[at] = settings.mask if taken else scratch.text[i]
         at += 1
         inside = taken
     for i in range(maskable, length):
-        tokens[at] = scratch[TEXT, i]
+        tokens[at] = scratch.text[i]
         at += 1
-    count_up(row, POSITION_IDS, offset, offset + at, 0)
+    count_up(row[POSITION_IDS], offset, offset + at, 0)
     return offset + at
 
 
 @inlined
-def _write_target(row, part_b, text, start, length, settings):
+def _write_target(row, part_b, text, settings):
     """The text itself, after CLS if that is predicted, shifted by sop. Returns the end."""
-    first, end = part_b + settings.predict_cls, part_b + settings.predict_cls + length
+    first, end = part_b + settings.predict_cls, part_b + settings.predict_cls + len(text)
     row[TOKENS, part_b] = settings.sop
     if settings.predict_cls:
         row[TOKENS, first] = settings.cls
         predict(row, part_b, settings.cls)
-    copy_range(row, TOKENS, first + 1, end, text, start)
-    predict_range(row, first, end, text, start)
-    count_up(row, POSITION_IDS, part_b, end, 0)
-    count_up(row, ORD, part_b, end, 1)
-    set_range(row, SEGMENT_IDS, part_b, end, 1)
+    copy_range(row[TOKENS], first + 1, end, text, 0)
+    predict_range(row, first, end, text, 0)
+    count_up(row[POSITION_IDS], part_b, end, 0)
+    count_up(row[ORD], part_b, end, 1)
+    set_range(row[SEGMENT_IDS], part_b, end, 1)
     return end
 
 
 @inlined
-def _fill_chunk(
-    row, offset, limit, document, text, unit_start, start, length, rng, scratch, length_table, settings
-):
+def _fill_chunk(row, chunk, tables, settings):
+    text, offset, scratch = chunk.text, chunk.offset, tables.scratch
     while True:
-        maskable = maskable_length(text, start, length, settings)
-        _permute_sentences(text, unit_start, start, maskable, length, rng, scratch, settings)
+        maskable = maskable_length(text, settings)
+        _permute_sentences(text, chunk.unit_start, maskable, tables.rng, scratch, settings)
         if maskable > 0:
-            _draw_masks(maskable, rng, scratch, length_table, settings)
-        part_b = _write_context(row, offset, maskable, length, scratch, settings)
-        over = part_b + settings.predict_cls + length - limit
+            _draw_masks(maskable, tables, settings)
+        part_b = _write_context(row, offset, maskable, len(text), scratch, settings)
+        over = part_b + settings.predict_cls + len(text) - chunk.limit
         if over <= 0:
             break
         # A token less shortens context and target, hence the half.
-        length -= (over + 1) // 2
+        text = text[: len(text) - (over + 1) // 2]
         # The same random numbers again: drawing new ones until it fits would favour draws with few masks.
-        rewind(rng)
-    end = _write_target(row, part_b, text, start, length, settings)
-    mark_document(row, offset, end, document, settings.loss)
+        rewind(tables.rng)
+    end = _write_target(row, part_b, text, settings)
+    mark_document(row, offset, end, chunk.document, settings.loss)
     return end
 
 

@@ -11,6 +11,7 @@ its spans do not fit. Blank infilling also has its own loop and its own bound.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from data_utils.common.errors import DataError
 from data_utils.common.losses import Loss
 from data_utils.common.random_streams import new_rng, source_digest
 from data_utils.common.settings import check
-from data_utils.objectives.compiled import WORK_LINES, cumulative_table, entry_point
+from data_utils.objectives.compiled import Chunks, Scratch, cumulative_table, entry_point
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD, ObjectiveConfig, TextFormat
 from data_utils.tokenizers.vocabulary import Vocabulary
 
@@ -139,6 +140,9 @@ class RowObjective:
     losses: ClassVar[tuple[Loss, ...]]  # `settings.loss` is the number of the first
     entry: ClassVar[Callable[..., Any]]
     compiled_files: ClassVar[tuple[str, ...]] = ()  # further files that the entry point calls into
+    scratch_type: ClassVar[type[Any]] = (
+        Scratch  # a NamedTuple of the arrays that the compiled code works with
+    )
     text_format: ClassVar[TextFormat | None] = None  # for tasks and generation; None = not supported
     ends_with_sep: ClassVar[bool] = False  # [SEP] follows the text, so see `length_in_row`
     _digest: ClassVar[int]
@@ -243,7 +247,7 @@ class RowObjective:
             )
         if tokens.ndim == 2 and self.config.token_annotation is None:
             tokens = tokens[0]
-        self._fill(batch, tokens, chunk_lengths, chunks_per_sample, sample_indices, 0)
+        self._fill(batch, Chunks(tokens, chunk_lengths, chunks_per_sample, sample_indices, 0))
 
     def tokens_needed(self, chunk_lengths: np.ndarray) -> np.ndarray:
         """Row tokens that each chunk can need, int64 [chunks]."""
@@ -254,19 +258,24 @@ class RowObjective:
         text = np.ascontiguousarray(chunk, np.int32)
         batch = np.empty((1, len(FIELDS), self.config.most_tokens(len(text))), np.int32)
         lengths, counts, samples = (np.array([number], np.int64) for number in (len(text), 1, sample_index))
-        self._fill(batch, text, lengths, counts, samples, chunk_index)
+        self._fill(batch, Chunks(text, lengths, counts, samples, chunk_index))
         return Example.from_fields(batch[0][:, batch[0, DOC] >= 0])
 
-    def _fill(self, batch, tokens, chunk_lengths, chunks_per_sample, sample_indices, first_chunk) -> Any:
-        unit_start = self._unit_starts(tokens, chunk_lengths)
-        chunks = (tokens, unit_start, chunk_lengths, chunks_per_sample, sample_indices, first_chunk)
-        self.entry(batch, chunks, self._tables(batch), self._record)
+    def _fill(self, batch: np.ndarray, chunks: Chunks) -> Any:
+        chunks = chunks._replace(unit_start=self._unit_starts(chunks.tokens, chunks.lengths))
+        return self.entry(batch, tuple(chunks), self._tables(batch.shape[2]), self._record)
 
-    def _tables(self, batch: np.ndarray) -> tuple[Any, ...]:
-        """The argument `tables` of an entry point: span lengths, a random generator, and the scratch array."""
+    def _tables(self, row_length: int) -> tuple[Any, ...]:
+        """The argument `tables` of an entry point, see `with_scratch`."""
         # Made by the caller: numba frees an array at its last mention in compiled code, and a pointer into it
         # is no mention.
-        return self._length_table, new_rng(), np.empty((WORK_LINES, batch.shape[2] + 2), np.int64)
+        scratch = np.empty((len(self.scratch_type._fields), row_length + 2), np.int64)
+        return self._length_table, new_rng(), scratch, self._sentence_end
+
+    @functools.cached_property
+    def _sentence_end(self) -> np.ndarray:
+        ends = self.vocabulary.sentence_end
+        return np.zeros(self.vocabulary.size, np.bool_) if ends is None else np.array(ends, np.bool_)
 
     def _unit_starts(self, tokens: np.ndarray, chunk_lengths: np.ndarray) -> np.ndarray:
         """Bool [tokens]: whether a mask unit begins at each token."""

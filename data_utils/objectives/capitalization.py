@@ -15,6 +15,7 @@ import numpy as np
 from data_utils.common.batch_fields import BLOCK_POSITION_IDS, OBJECTIVE, TARGETS, WEIGHTS
 from data_utils.common.losses import CLASS_HEADS, Loss
 from data_utils.common.settings import checked
+from data_utils.objectives.compiled import Chunks
 from data_utils.objectives.interface import TextFormat
 from data_utils.objectives.labelled_text import LabelledTextConfig
 from data_utils.objectives.masked_text import NumberedText
@@ -42,8 +43,8 @@ class Capitalization(NumberedText):
     text_format = TextFormat("bert")
     losses = (Loss("masked_cased", 37), Loss("capitalization", 38))
 
-    def _fill(self, batch, tokens, chunk_lengths, chunks_per_sample, sample_indices, first_chunk) -> None:
-        super()._fill(batch, tokens, chunk_lengths, chunks_per_sample, sample_indices, first_chunk)
+    def _fill(self, batch: np.ndarray, chunks: Chunks) -> None:
+        super()._fill(batch, chunks)
         # NumberedText writes the capitals there, 0 or 1 plus 1; the model does not read them.
         capitals = batch[:, BLOCK_POSITION_IDS] - 1
         batch[:, BLOCK_POSITION_IDS] = 0

@@ -60,20 +60,19 @@ class CausalConfig(RowSizes):
 
 
 @inlined
-def _fill_chunk(
-    row, offset, limit, document, text, unit_start, start, length, rng, scratch, length_table, settings
-):
-    end = offset + length
+def _fill_chunk(row, chunk, tables, settings):
+    text, offset = chunk.text, chunk.offset
+    end = offset + len(text)
     if settings.begin >= 0:
         row[TOKENS, offset] = settings.begin
-        copy_range(row, TOKENS, offset + 1, end, text, start)
-        predict_range(row, offset, end, text, start)
+        copy_range(row[TOKENS], offset + 1, end, text, 0)
+        predict_range(row, offset, end, text, 0)
     else:
-        copy_range(row, TOKENS, offset, end, text, start)
-        predict_range(row, offset, end - 1, text, start + 1)
-    count_up(row, POSITION_IDS, offset, end, 0)
-    count_up(row, ORD, offset, end, 0)
-    mark_document(row, offset, end, document, settings.loss)
+        copy_range(row[TOKENS], offset, end, text, 0)
+        predict_range(row, offset, end - 1, text, 1)
+    count_up(row[POSITION_IDS], offset, end, 0)
+    count_up(row[ORD], offset, end, 0)
+    mark_document(row, offset, end, chunk.document, settings.loss)
     return end
 
 

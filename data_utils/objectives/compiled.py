@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,10 +36,65 @@ inlined = njit(**_BORROWING, inline="always")
 # The function that Python calls, one in an objective's file: its machine code is kept in numba's cache on disk.
 entry_point = njit(**_BORROWING, cache=True)
 
-# Lines of the scratch array, int64 [WORK_LINES, row_length + 2]. FREE and UNIT_START are inputs of `draw_spans`.
-# UNIT_START is 1 where a mask unit (masking.py) begins, plus twice the length of a listed span that begins there.
-FREE, UNIT_START, TAKEN, POSITIONS, STARTS, ENDS, TEXT = range(7)
-WORK_LINES = 7
+
+class Chunks(NamedTuple):
+    """The chunks of a batch, those of a sample one after another. To an entry point it goes as a plain tuple: the
+    types of arguments are in numba's cache on disk, which cannot be read where a class is gone.
+    """
+
+    tokens: (
+        np.ndarray
+    )  # int32 [tokens]; with an annotation [2, tokens] in Python, and the first line in compiled code
+    lengths: np.ndarray  # int64 [chunks]
+    counts: np.ndarray  # int64 [samples]: the chunks of each
+    samples: np.ndarray  # int64 [samples]: their numbers
+    first_document: int  # the number of the first chunk of each sample
+    unit_start: np.ndarray = np.zeros(0, np.bool_)  # as long as the text: where mask units (masking.py) begin
+
+
+class Chunk(NamedTuple):
+    """One chunk, and the place of its Example in the row."""
+
+    text: np.ndarray  # int32 [length]
+    unit_start: np.ndarray  # [length], see Chunks
+    document: int  # its number, for the field `doc`
+    offset: int  # where its Example begins
+    # Where it must end at the latest: later chunks need what follows. Where rows hold every draw, this can be ignored.
+    limit: int
+
+
+class Scratch(NamedTuple):
+    """Work space for one chunk: int64 [row_length + 2] each. A new chunk finds what the one before has left.
+
+    Python makes one array of all (`with_scratch`): passing each by itself takes more time than a short chunk.
+    """
+
+    free: np.ndarray  # 1 where a token may be chosen
+    unit_start: (
+        np.ndarray
+    )  # 1 where a mask unit begins, plus twice the length of a listed span that begins there
+    taken: np.ndarray  # 1 where a token is chosen
+    positions: np.ndarray  # candidates
+    starts: np.ndarray  # of the spans, in the order in which they were drawn
+    ends: np.ndarray
+    # BART's: its sentences in their drawn order, the text in that order, and the masks inserted before each token.
+    order: np.ndarray
+    text: np.ndarray
+    inserted: np.ndarray
+    # T5's: its text and its noise in alternating parts, text first.
+    text_lengths: np.ndarray
+    span_lengths: np.ndarray
+
+
+class Tables(NamedTuple):
+    """What the draws of an objective need beside its settings. To an entry point it goes as a plain tuple."""
+
+    length_table: np.ndarray  # what the objective's method of this name returns
+    rng: (
+        np.record
+    )  # seeded with (key, sample, chunk, attempt 0), so that an Example does not depend on the batch
+    scratch: Any  # Scratch, or the objective's own
+    sentence_end: np.ndarray  # bool [vocabulary]: whether a sentence ends with the token
 
 
 def cumulative_table(weights: Sequence[float] | np.ndarray) -> np.ndarray:
@@ -99,42 +154,42 @@ def predict(row, at, target):
 
 
 @compiled
-def set_range(row, field, start, end, value):
-    """row[field, start:end] = value; numba would take ten times as long to compile it in this form."""
-    line = row[field, start:end]
-    for i in range(len(line)):
-        line[i] = value
+def set_range(line, start, end, value):
+    """line[start:end] = value; numba would take ten times as long to compile it in this form."""
+    part = line[start:end]
+    for i in range(len(part)):
+        part[i] = value
 
 
 @compiled
-def count_up(row, field, start, end, first):
-    """row[field, start:end] = first, first + 1, ..."""
-    line = row[field, start:end]
-    for i in range(len(line)):
-        line[i] = first + i
+def count_up(line, start, end, first):
+    """line[start:end] = first, first + 1, ..."""
+    part = line[start:end]
+    for i in range(len(part)):
+        part[i] = first + i
 
 
 @compiled
-def copy_range(row, field, start, end, source, first):
-    """row[field, start:end] = the elements of `source` from `first` on."""
-    line = row[field, start:end]
-    copied = source[first : first + len(line)]
-    for i in range(len(line)):
-        line[i] = copied[i]
+def copy_range(line, start, end, source, first):
+    """line[start:end] = the elements of `source` from `first` on."""
+    part = line[start:end]
+    copied = source[first : first + len(part)]
+    for i in range(len(part)):
+        part[i] = copied[i]
 
 
 @compiled
 def predict_range(row, start, end, source, first):
     """Give row[:, start:end] the elements of `source` from `first` on as targets, with weight 1."""
-    copy_range(row, TARGETS, start, end, source, first)
-    set_range(row, WEIGHTS, start, end, ONE_AS_INT32)
+    copy_range(row[TARGETS], start, end, source, first)
+    set_range(row[WEIGHTS], start, end, ONE_AS_INT32)
 
 
 @compiled
 def mark_document(row, offset, end, document, objective):
     """The doc and objective fields of an Example at row[offset:end]."""
-    set_range(row, DOC, offset, end, document)
-    set_range(row, OBJECTIVE, offset, end, objective)
+    set_range(row[DOC], offset, end, document)
+    set_range(row[OBJECTIVE], offset, end, objective)
 
 
 @compiled
@@ -142,27 +197,36 @@ def begin_row(row, pad):
     """Fill a row with padding."""
     for field in range(len(FIELDS)):
         value = pad if field == TOKENS else PADDING_DOC if field == DOC else 0
-        set_range(row, field, 0, row.shape[1], value)
+        set_range(row[field], 0, row.shape[1], value)
 
 
 @compiled
-def maskable_length(text, start, length, settings):
-    """Tokens of a chunk without the eos at its end."""
-    return length - 1 if text[start + length - 1] == settings.eos else length
+def maskable_length(text, settings):
+    """Tokens of a text without the eos at its end."""
+    length = len(text)
+    return length - 1 if length > 0 and text[length - 1] == settings.eos else length
 
 
 @compiled
-def length_in_row(text, start, length, settings):
+def length_in_row(text, settings):
     """Tokens of a chunk that go into a row.
 
     An eos that is [SEP] or [PAD] itself does not, where [SEP] follows the text: BERT's rows have one [SEP] there, and
     no padding within the text. A chunk that is nothing else keeps it: every chunk has an Example.
     """
-    return (
-        length - 1
-        if settings.drops_eos and length > 1 and text[start + length - 1] == settings.eos
-        else length
+    length = len(text)
+    return length - 1 if settings.drops_eos and length > 1 and text[length - 1] == settings.eos else length
+
+
+@inlined
+def with_scratch(tables):
+    """Tables from the tuple of an entry point, which has one array [arrays of the Scratch, row_length + 2]."""
+    length_table, rng, lines, sentence_end = tables
+    scratch = Scratch(
+        *(lines[0], lines[1], lines[2], lines[3], lines[4], lines[5]),
+        *(lines[6], lines[7], lines[8], lines[9], lines[10]),
     )
+    return Tables(length_table, rng, scratch, sentence_end)
 
 
 # Inlined also because numba cannot cache a function that takes another one as an argument.
@@ -171,40 +235,32 @@ def fill_chunks(fill_chunk, batch, chunks, tables, record):
     """Write the Examples of all chunks of a batch, those of a sample one after another into its row.
 
     Args:
-        fill_chunk: writes the Example of one chunk and returns its end in the row, called as `fill_chunk(row, offset,
-            limit, document, text, unit_start, start, length, rng, scratch, length_table, settings)`:
-            row: int32 [len(FIELDS), row_length], padding from `offset` on.
-            offset, limit: the Example begins at `offset` and must end at or before `limit`: later chunks need what
-                follows. Where rows hold every draw, `limit` can be ignored.
-            document: the number for the field `doc`.
-            text, start, length: the chunk is text[start : start + length], int32.
-            unit_start: as long as `text`, marks the tokens at which mask units begin.
-            rng: seeded with (key, sample, chunk, attempt 0), so an Example does not depend on the batch.
-            scratch: int64 [WORK_LINES, row_length + 2], for any use.
-            length_table: what the objective's method of this name returns.
-            settings: the objective's `values`, and the special tokens.
+        fill_chunk: called as `fill_chunk(row, chunk, tables, settings)`; writes the Example of one Chunk from
+            `chunk.offset` on to `row` (int32 [len(FIELDS), row_length], with padding there) and returns its end.
+            `settings` are the objective's `values`, and the special tokens.
         batch: int32 [samples, len(FIELDS), row_length], written.
         chunks, tables, record: the other arguments of the entry point, as they are.
     """
-    text, unit_start, chunk_lengths, chunks_per_sample, sample_indices, first_chunk = chunks
-    length_table, rng, scratch = tables
-    settings = record[0]
-    chunk, start = 0, 0
+    settings, chunks, tables = record[0], Chunks(*chunks), with_scratch(tables)
+    k, start = 0, 0  # the chunk, and where its text begins
     for i in range(len(batch)):
         row, offset = batch[i], 0
         begin_row(row, settings.pad)
         # Row tokens that later chunks may need; a chunk whose spans vary may use all that is left before them.
         reserved = 0
-        for k in range(chunk, chunk + chunks_per_sample[i]):
-            reserved += np.int64(settings.growth * chunk_lengths[k] + 1e-9) + settings.overhead
-        for number in range(first_chunk, first_chunk + chunks_per_sample[i]):
-            reserved -= np.int64(settings.growth * chunk_lengths[chunk] + 1e-9) + settings.overhead
-            length = length_in_row(text, start, chunk_lengths[chunk], settings)
+        for later in range(k, k + chunks.counts[i]):
+            reserved += np.int64(settings.growth * chunks.lengths[later] + 1e-9) + settings.overhead
+        for document in range(chunks.first_document, chunks.first_document + chunks.counts[i]):
+            reserved -= np.int64(settings.growth * chunks.lengths[k] + 1e-9) + settings.overhead
+            end = start + chunks.lengths[k]
+            length = length_in_row(chunks.tokens[start:end], settings)
             if length > 0:
-                seed_rng(rng, settings.key, sample_indices[i], number, 0)
-                limit = row.shape[1] - reserved
-                offset = fill_chunk(
-                    row, offset, limit, number, text, unit_start, start, length, rng, scratch, length_table, settings
-                )  # fmt: skip
-            start += chunk_lengths[chunk]
-            chunk += 1
+                seed_rng(tables.rng, settings.key, chunks.samples[i], document, 0)
+                text, unit_start = (
+                    chunks.tokens[start : start + length],
+                    chunks.unit_start[start : start + length],
+                )
+                chunk = Chunk(text, unit_start, document, offset, row.shape[1] - reserved)
+                offset = fill_chunk(row, chunk, tables, settings)
+            start = end
+            k += 1

@@ -22,6 +22,7 @@ from data_utils.common.losses import CONTRASTIVE
 from data_utils.common.settings import check, checked, setting
 from data_utils.objectives.base import RowObjective, RowSizes
 from data_utils.objectives.compiled import (
+    Chunks,
     begin_row,
     compiled,
     copy_range,
@@ -93,8 +94,6 @@ class ContrastiveConfig(RowSizes):
     )
 
     own_corpora = TEXT_PAIRS
-    model_module = "megatron_lite.models.contrastive.model_spec"
-    own_model_advice = "is trained by the vectors of pairs of texts."
 
     def __post_init__(self) -> None:
         for side, length in zip(("query", "document"), self.text_lengths, strict=True):
@@ -122,6 +121,12 @@ class ContrastiveConfig(RowSizes):
     def check_run(self, config: Any) -> None:
         """Raise ConfigError unless each global batch can be of one corpus, and all are of one size."""
         check_corpora(config)
+        normalization = config.training.loss_normalization
+        check(
+            normalization != "mean_of_means",
+            f"training.loss_normalization is {normalization}, but the loss of contrastive is of a global batch, not of "
+            "micro-batches; set it to global_tokens or per_objective.",
+        )
         size, ramp = config.batch.global_batch_size, config.batch.ramp
         check(
             ramp is None and not any("ramp" in phase.batch for phase in config.phases),
@@ -196,39 +201,38 @@ class ContrastiveConfig(RowSizes):
 
 
 @compiled
-def _write_text(row, offset, text, start, length, specials, settings):
+def _write_text(row, offset, text, specials, settings):
     """The special tokens before, the tokens of a text, and those after. Returns the end."""
     first = offset + settings.num_before
-    end = first + length
-    copy_range(row, TOKENS, offset, first, specials, 0)
-    copy_range(row, TOKENS, first, end, text, start)
-    copy_range(row, TOKENS, end, end + settings.num_after, specials, settings.num_before)
+    end = first + len(text)
+    copy_range(row[TOKENS], offset, first, specials, 0)
+    copy_range(row[TOKENS], first, end, text, 0)
+    copy_range(row[TOKENS], end, end + settings.num_after, specials, settings.num_before)
     end += settings.num_after
-    count_up(row, POSITION_IDS, offset, end, 0)
+    count_up(row[POSITION_IDS], offset, end, 0)
     if settings.is_causal:
-        count_up(row, ORD, offset, end, 0)
+        count_up(row[ORD], offset, end, 0)
     return end
 
 
 @entry_point
 def _fill_rows(batch, chunks, tables, record):
-    text, _, chunk_lengths, chunks_per_sample, _, first_chunk = chunks
-    settings = record[0]
-    chunk, start = 0, 0
+    settings, chunks, specials = record[0], Chunks(*chunks), tables[0]
+    k, start = 0, 0  # the chunk, and where its text begins
     for i in range(len(batch)):
         row, offset = batch[i], 0
         begin_row(row, settings.pad)
-        for number in range(first_chunk, first_chunk + chunks_per_sample[i]):
-            longest = settings.query_length if number == 0 else settings.document_length
+        for document in range(chunks.first_document, chunks.first_document + chunks.counts[i]):
+            longest = settings.query_length if document == 0 else settings.document_length
             # Cut here, where the prompt is in place and the special tokens have theirs: never the beginning.
-            length = min(chunk_lengths[chunk], longest - settings.overhead)
+            length = min(chunks.lengths[k], longest - settings.overhead)
             # No more texts than a row holds, whatever a sample has: estimates fill rows with other text.
-            if length > 0 and number < settings.texts:
-                end = _write_text(row, offset, text, start, length, tables, settings)
-                mark_document(row, offset, end, number, settings.loss)
+            if length > 0 and document < settings.texts:
+                end = _write_text(row, offset, chunks.tokens[start : start + length], specials, settings)
+                mark_document(row, offset, end, document, settings.loss)
                 offset = end
-            start += chunk_lengths[chunk]
-            chunk += 1
+            start += chunks.lengths[k]
+            k += 1
 
 
 @register
@@ -249,8 +253,8 @@ class Contrastive(RowObjective):
             "is_causal": text_format.is_causal,
         }
 
-    def _tables(self, batch: np.ndarray) -> Any:
-        """The special tokens before a text, and those after."""
+    def length_table(self) -> np.ndarray:
+        """No spans are drawn: the special tokens before a text, and those after."""
         special = self.vocabulary.special
         return np.array([getattr(special, role) for role in self.config.needed_roles], np.int32)
 
@@ -264,4 +268,4 @@ class Contrastive(RowObjective):
     ) -> None:
         """See `Objective.fill`. The `doc` field numbers the texts of a record from 0: the query."""
         text = tokens if tokens.ndim == 1 else tokens[0]
-        self._fill(batch, text, chunk_lengths, chunks_per_sample, sample_indices, 0)
+        self._fill(batch, Chunks(text, chunk_lengths, chunks_per_sample, sample_indices, 0))

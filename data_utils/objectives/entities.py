@@ -18,7 +18,7 @@ from data_utils.common.losses import ENTITIES, MASKED, NEXT_SENTENCE_LOSS
 from data_utils.common.setting_files import shown
 from data_utils.common.settings import check, checked, fraction, setting
 from data_utils.objectives.interface import TextFormat
-from data_utils.objectives.masked_text import NEXT_SENTENCE, NO_PAIR, MaskedTextConfig, NumberedText
+from data_utils.objectives.masked_text import MaskedTextConfig, NumberedText, Pairing
 from data_utils.objectives.own_model import NO_OPTIONS, require, require_alone
 from data_utils.objectives.registry import register
 
@@ -65,8 +65,8 @@ class EntitiesConfig(MaskedTextConfig):
     token_annotation = "entities"
 
     @property
-    def pairing(self) -> int:
-        return NEXT_SENTENCE if self.next_sentence else NO_PAIR
+    def pairing(self) -> Pairing:
+        return Pairing.NEXT_SENTENCE if self.next_sentence else Pairing.NO_PAIR
 
     def layer_types_for(self, layers: int) -> tuple[str, ...]:
         """The type of each block of a model with this number of layers."""

@@ -22,12 +22,10 @@ from data_utils.common.settings import checked, setting
 from data_utils.objectives.interface import TextFormat
 from data_utils.objectives.listed_spans import with_listed
 from data_utils.objectives.masked_text import (
-    ANYWHERE,
-    AT_UNITS,
-    NEXT_SENTENCE,
-    NO_PAIR,
     MaskedText,
     MaskedTextConfig,
+    Pairing,
+    Split,
 )
 from data_utils.objectives.registry import register
 from data_utils.tokenizers.vocabulary import Vocabulary
@@ -57,12 +55,12 @@ class ErnieConfig(MaskedTextConfig):
         return "spans" if self.segmenter == "listed" else None
 
     @property
-    def splits(self) -> int:  # type: ignore[override]
-        return AT_UNITS if self.segmenter == "listed" else ANYWHERE
+    def splits(self) -> Split:  # type: ignore[override]
+        return Split.AT_UNITS if self.segmenter == "listed" else Split.ANYWHERE
 
     @property
-    def pairing(self) -> int:
-        return NEXT_SENTENCE if self.next_sentence else NO_PAIR
+    def pairing(self) -> Pairing:
+        return Pairing.NEXT_SENTENCE if self.next_sentence else Pairing.NO_PAIR
 
 
 @register

@@ -82,11 +82,10 @@ class FillInMiddleConfig(CausalConfig):
 
 
 @inlined
-def _fill_chunk(
-    row, offset, limit, document, text, unit_start, start, length, rng, scratch, length_table, settings
-):
-    size = maskable_length(text, start, length, settings)  # without the eos at its end
-    end = offset + length
+def _fill_chunk(row, chunk, tables, settings):
+    text, offset, rng = chunk.text, chunk.offset, tables.rng
+    size = maskable_length(text, settings)  # without the eos at its end
+    end = offset + len(text)
     # The reordered text is written as targets; the inputs below are the same tokens, one position later.
     if chance(rng, settings.cut_below):
         first, last = below(rng, size + 1), below(rng, size + 1)
@@ -98,32 +97,32 @@ def _fill_chunk(
         at += 1
         is_suffix_first = chance(rng, settings.suffix_first_below)
         if not is_suffix_first:
-            copy_range(row, TARGETS, at, at + first, text, start)
+            copy_range(row[TARGETS], at, at + first, text, 0)
             at += first
         row[TARGETS, at] = settings.suffix_id
-        copy_range(row, TARGETS, at + 1, at + 1 + size - last, text, start + last)
+        copy_range(row[TARGETS], at + 1, at + 1 + size - last, text, last)
         at += 1 + size - last
         row[TARGETS, at] = settings.middle_id
         at += 1
         if is_suffix_first:
-            copy_range(row, TARGETS, at, at + first, text, start)
+            copy_range(row[TARGETS], at, at + first, text, 0)
             at += first
-        copy_range(row, TARGETS, at, at + last - first, text, start + first)
+        copy_range(row[TARGETS], at, at + last - first, text, first)
         at += last - first
-        copy_range(row, TARGETS, at, end, text, start + size)
+        copy_range(row[TARGETS], at, end, text, size)
     else:
-        copy_range(row, TARGETS, offset, end, text, start)
+        copy_range(row[TARGETS], offset, end, text, 0)
     if settings.begin >= 0:
         row[TOKENS, offset] = settings.begin
-        copy_range(row, TOKENS, offset + 1, end, row[TARGETS], offset)
+        copy_range(row[TOKENS], offset + 1, end, row[TARGETS], offset)
         predict_range(row, offset, end, row[TARGETS], offset)
     else:
-        copy_range(row, TOKENS, offset, end, row[TARGETS], offset)
+        copy_range(row[TOKENS], offset, end, row[TARGETS], offset)
         predict_range(row, offset, end - 1, row[TARGETS], offset + 1)
         row[TARGETS, end - 1] = 0
-    count_up(row, POSITION_IDS, offset, end, 0)
-    count_up(row, ORD, offset, end, 0)
-    mark_document(row, offset, end, document, settings.loss)
+    count_up(row[POSITION_IDS], offset, end, 0)
+    count_up(row[ORD], offset, end, 0)
+    mark_document(row, offset, end, chunk.document, settings.loss)
     return end
 
 

@@ -16,9 +16,11 @@ import numpy as np
 
 from data_utils.common.losses import CLASS_HEADS, Loss
 from data_utils.common.settings import checked, setting
+from data_utils.objectives.compiled import Chunks
 from data_utils.objectives.labelled_text import LabelledText, LabelledTextConfig, label_documents
-from data_utils.objectives.masked_text import FROM_CORPUS, LENGTH_OF_A
+from data_utils.objectives.masked_text import Pairing
 from data_utils.objectives.own_corpora import LABELLED_PAIRS, check_corpora
+from data_utils.objectives.pairs import PAIR
 from data_utils.objectives.registry import register
 
 MARKERS = 78  # lines of configs/labels/markers.txt
@@ -32,8 +34,8 @@ class LabelledPairsConfig(LabelledTextConfig):
     own_corpora = LABELLED_PAIRS
 
     @property
-    def pairing(self) -> int:
-        return FROM_CORPUS
+    def pairing(self) -> Pairing:
+        return Pairing.FROM_CORPUS
 
     @property
     def class_heads(self) -> dict[str, int]:
@@ -44,21 +46,21 @@ class LabelledPairsConfig(LabelledTextConfig):
 
 
 class LabelledPairs(LabelledText):
-    def _fill(self, batch, tokens, chunk_lengths, chunks_per_sample, sample_indices, first_chunk) -> None:
+    def _fill(self, batch: np.ndarray, chunks: Chunks) -> None:
         if not len(batch):
             return
+        text, lengths = chunks.tokens, chunks.lengths
         # token_labels: the label at the first token of each B, -1 at all other tokens.
-        text, token_labels = tokens if tokens.ndim == 2 else (tokens, np.full_like(tokens, -1))
-        labels, pairs = np.full(len(chunk_lengths), -1), np.empty((len(chunk_lengths), 6), np.int64)
-        pairs[:, LENGTH_OF_A] = chunk_lengths  # all of a chunk without a label is one text
-        chunk_ends, b_starts = np.cumsum(chunk_lengths), np.flatnonzero(token_labels >= 0)
+        text, token_labels = text if text.ndim == 2 else (text, np.full_like(text, -1))
+        labels, pairs = np.full(len(lengths), -1), np.empty(len(lengths), PAIR)
+        length_of_a = pairs["length_of_a"]
+        length_of_a[:] = lengths  # all of a chunk without a label is one text
+        chunk_ends, b_starts = np.cumsum(lengths), np.flatnonzero(token_labels >= 0)
         chunk = np.searchsorted(chunk_ends, b_starts, side="right")
         labels[chunk] = token_labels[b_starts]
-        pairs[chunk, LENGTH_OF_A] = b_starts - (chunk_ends - chunk_lengths)[chunk]
-        unit_start = self._unit_starts(text, chunk_lengths)
-        chunks = (text, unit_start, chunk_lengths, chunks_per_sample, sample_indices, first_chunk)
-        self.entry(batch, chunks, self._tables(batch), pairs, self._sentence_end, self._record)
-        label_documents(batch, chunks_per_sample, labels, first_chunk, CLASS_HEADS[self.name])
+        length_of_a[chunk] = b_starts - (chunk_ends - lengths)[chunk]
+        self._fill_pairs(batch, chunks._replace(tokens=text), pairs)
+        label_documents(batch, chunks.counts, labels, chunks.first_document, CLASS_HEADS[self.name])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

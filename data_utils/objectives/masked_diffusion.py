@@ -58,20 +58,19 @@ class MaskedDiffusionConfig(RowSizes):
 
 
 @inlined
-def _fill_chunk(
-    row, offset, limit, document, text, unit_start, start, length, rng, scratch, length_table, settings
-):
-    end = offset + length
+def _fill_chunk(row, chunk, tables, settings):
+    text, offset, rng = chunk.text, chunk.offset, tables.rng
+    end = offset + len(text)
     share = settings.least_share + (1.0 - settings.least_share) * uniform(rng)
-    copy_range(row, TOKENS, offset, end, text, start)
+    copy_range(row[TOKENS], offset, end, text, 0)
     weights = row[WEIGHTS, offset:end].view(np.float32)
-    for i in range(length):
+    for i in range(len(text)):
         if uniform(rng) < share:
             row[TOKENS, offset + i] = settings.mask
-            row[TARGETS, offset + i] = text[start + i]
+            row[TARGETS, offset + i] = text[i]
             weights[i] = np.float32(1.0 / share)
-    count_up(row, POSITION_IDS, offset, end, 0)
-    mark_document(row, offset, end, document, settings.loss)
+    count_up(row[POSITION_IDS], offset, end, 0)
+    mark_document(row, offset, end, chunk.document, settings.loss)
     return end
 
 

@@ -11,18 +11,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from data_utils.common.losses import MASKED, NEXT_SENTENCE_LOSS
 from data_utils.common.settings import check, checked, setting
+from data_utils.objectives.compiled import Chunks
 from data_utils.objectives.input_formats import recut
 from data_utils.objectives.interface import TextFormat
 from data_utils.objectives.masked_text import (
-    ANYWHERE,
-    AT_MARKS,
-    NEXT_SENTENCE,
-    NO_PAIR,
-    PAIR_ONLY,
     MaskedText,
     MaskedTextConfig,
+    Pairing,
+    Split,
 )
 from data_utils.objectives.registry import register
 from data_utils.tokenizers.vocabulary import Vocabulary
@@ -59,13 +59,13 @@ class MaskedLmConfig(MaskedTextConfig):
         )
 
     @property
-    def pairing(self) -> int:
-        alone = PAIR_ONLY if self.input == "sentences" else NO_PAIR
-        return NEXT_SENTENCE if self.next_sentence else alone
+    def pairing(self) -> Pairing:
+        alone = Pairing.PAIR_ONLY if self.input == "sentences" else Pairing.NO_PAIR
+        return Pairing.NEXT_SENTENCE if self.next_sentence else alone
 
     @property
-    def splits(self) -> int:  # type: ignore[override]
-        return AT_MARKS if self.input == "sentences" else ANYWHERE
+    def splits(self) -> Split:  # type: ignore[override]
+        return Split.AT_MARKS if self.input == "sentences" else Split.ANYWHERE
 
     @property
     def joins_documents(self) -> bool:  # type: ignore[override]
@@ -99,19 +99,19 @@ class MaskedLm(MaskedText):
     losses = (MASKED, NEXT_SENTENCE_LOSS)
     text_format = TextFormat("bert")
 
-    def _fill(self, batch, tokens, chunk_lengths, chunks_per_sample, sample_indices, first_chunk) -> None:
-        chunks = tokens, chunk_lengths, chunks_per_sample
+    def _fill(self, batch: np.ndarray, chunks: Chunks) -> None:
         if self.config.input != "segments" and len(batch):
             special, drops_eos = self.vocabulary.special, bool(self._record[0].drops_eos)
-            chunks = recut(
+            tokens, lengths, counts = recut(
                 self.config.input,
                 SHORTEST,
-                *chunks,
+                *(chunks.tokens, chunks.lengths, chunks.counts),
                 (special.eos, special.sep),
                 drops_eos,
                 self._sentence_end,
             )
-        super()._fill(batch, *chunks, sample_indices, first_chunk)
+            chunks = chunks._replace(tokens=tokens, lengths=lengths, counts=counts)
+        super()._fill(batch, chunks)
 
     def _unit_starts(self, tokens, chunk_lengths):  # type: ignore[no-untyped-def]
         if tokens.ndim == 1:

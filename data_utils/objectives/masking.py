@@ -1,6 +1,6 @@
 """Compiled functions that choose the tokens to predict (`draw_spans`) and their input (80/10/10: `draw_corruption`).
 
-A *mask unit* is what is masked as a whole: a token, a whole word, or a phrase. `scratch[UNIT_START, i]` is nonzero
+A *mask unit* is what is masked as a whole: a token, a whole word, or a phrase. `scratch.unit_start[i]` is nonzero
 where one begins; `RowObjective._unit_starts` in base.py computes it. A *span* is a sequence of consecutive mask units.
 The length of a span is drawn first and then its position, so that lengths keep their distribution where text is
 crowded. A position may need several tries; with 15 % of the text masked, one or two.
@@ -16,16 +16,7 @@ import numpy as np
 
 from data_utils.common.random_streams import below, chance, chance_threshold, next_word
 from data_utils.common.settings import check
-from data_utils.objectives.compiled import (
-    ENDS,
-    FREE,
-    POSITIONS,
-    STARTS,
-    TAKEN,
-    UNIT_START,
-    compiled,
-    draw_length,
-)
+from data_utils.objectives.compiled import compiled, draw_length, inlined
 
 POSITIONS_TRIED = 32  # random positions tried for a span before it is halved
 MASK, RANDOM_TOKEN, KEEP = range(3)  # corruptions of a chosen token
@@ -37,46 +28,46 @@ def masked_target(ratio, size):
     return max(1, int(ratio * size + 0.5))
 
 
-@compiled
+@inlined
 def _span_end(scratch, first, units, size, gap, budget):
     """The end of a span of at most `units` mask units from token `first` on, or -1 if it does not fit.
 
     All its mask units within `budget` tokens must be free; with `gap` its two neighbours must be unmasked.
     """
-    if not scratch[FREE, first] or (gap and first > 0 and scratch[TAKEN, first - 1]):
+    if not scratch.free[first] or (gap and first > 0 and scratch.taken[first - 1]):
         return -1
     end = first
     for _ in range(units):
         if end == size:
             return -1
         stop = end + 1
-        while stop < size and not scratch[UNIT_START, stop]:
+        while stop < size and not scratch.unit_start[stop]:
             stop += 1
         if stop - first > budget:
             break
         for i in range(end, stop):
-            if not scratch[FREE, i]:
+            if not scratch.free[i]:
                 return -1
         end = stop
-    if end == first or (gap and end < size and scratch[TAKEN, end]):
+    if end == first or (gap and end < size and scratch.taken[end]):
         return -1
     return end
 
 
-@compiled
+@inlined
 def _listed_span_end(scratch, first, size, gap, budget):
     """The end of the listed span at `first`, or -1: there is none, or its tokens or neighbours are not free."""
-    length = scratch[UNIT_START, first] >> 1
+    length = scratch.unit_start[first] >> 1
     end = first + length
-    if length == 0 or length > budget or (gap and first > 0 and scratch[TAKEN, first - 1]):
+    if length == 0 or length > budget or (gap and first > 0 and scratch.taken[first - 1]):
         return -1
     for i in range(first, end):
-        if not scratch[FREE, i]:
+        if not scratch.free[i]:
             return -1
-    return -1 if gap and end < size and scratch[TAKEN, end] else end
+    return -1 if gap and end < size and scratch.taken[end] else end
 
 
-@compiled
+@inlined
 def _draw_listed_span(rng, scratch, size, gap, budget):
     """The first token of one of the listed spans that fit, all equally likely, or -1."""
     count = 0
@@ -94,40 +85,40 @@ def _draw_listed_span(rng, scratch, size, gap, budget):
     return -1
 
 
-@compiled
-def draw_spans(rng, scratch, size, target, gap, length_table, listed_below):
+@inlined
+def draw_spans(tables, size, target, gap, listed_below):
     """Choose disjoint spans of mask units until `target` of `size` tokens are chosen. Returns the number of spans.
 
     Args:
-        w: scratch, int64 [WORK_LINES, row_length + 2]. scratch[FREE, :size] is 1 where a token may be chosen, and
-            scratch[UNIT_START, :size] marks where mask units begin (a token that is not free must be one by itself).
-            scratch[FREE] becomes 0 where a token is chosen.
+        tables: its scratch.free[:size] is 1 where a token may be chosen, and becomes 0 where one is chosen;
+            scratch.unit_start[:size] marks where mask units begin (a token that is not free must be one by itself);
+            length_table has the span lengths in mask units, see `cumulative_table`.
         gap: whether a token must stay between two spans.
-        cumulative: table of span lengths in mask units, see `cumulative_table`.
         listed_below: threshold of the probability that a listed span is drawn, where one fits; 0 = never.
-    The spans are then in scratch[STARTS] and scratch[ENDS], in the order in which they were drawn, and scratch[TAKEN]
+    The spans are then in scratch.starts and scratch.ends, in the order in which they were drawn, and scratch.taken
     marks their tokens. A span that exceeds the rest of the target loses its last mask units. Fewer than `target` tokens
     are chosen only where no mask unit fits; where every mask unit is longer than the target, one is chosen.
     """
-    candidates = 0  # positions in scratch[POSITIONS] where a span may begin
+    rng, scratch, length_table = tables.rng, tables.scratch, tables.length_table
+    candidates = 0  # positions in scratch.positions where a span may begin
     for i in range(size):
-        scratch[TAKEN, i] = 0
+        scratch.taken[i] = 0
         # Overwritten unless the next line counts it: avoids a mispredicted branch.
-        scratch[POSITIONS, candidates] = i
-        candidates += scratch[FREE, i] & scratch[UNIT_START, i]
+        scratch.positions[candidates] = i
+        candidates += scratch.free[i] & scratch.unit_start[i]
     count, chosen = 0, 0
     while chosen < target and candidates > 0:
         first, end = 0, -1
         if listed_below > 0 and chance(rng, listed_below):
             first = _draw_listed_span(rng, scratch, size, gap, target - chosen)
             if first >= 0:
-                end = first + (scratch[UNIT_START, first] >> 1)
+                end = first + (scratch.unit_start[first] >> 1)
         units = draw_length(rng, length_table.shape[0] - 1, length_table) if end < 0 else 0
         while end < 0 and units > 0:
             # The length is drawn before the position: positions drawn first would favour short spans where text
             # is crowded.
             for _ in range(POSITIONS_TRIED):
-                first = scratch[POSITIONS, below(rng, candidates)]
+                first = scratch.positions[below(rng, candidates)]
                 end = _span_end(scratch, first, units, size, gap, target - chosen)
                 if end >= 0:
                     break
@@ -138,17 +129,17 @@ def draw_spans(rng, scratch, size, target, gap, length_table, listed_below):
             # The first unit may exceed the target: every Example has something to predict.
             budget = target - chosen if count > 0 else size
             for i in range(candidates):
-                first = scratch[POSITIONS, (first_tried + i) % candidates]
+                first = scratch.positions[(first_tried + i) % candidates]
                 end = _span_end(scratch, first, 1, size, gap, budget)
                 if end >= 0:
                     break
         if end < 0:
             break
         for i in range(first, end):
-            scratch[TAKEN, i] = 1
-            scratch[FREE, i] = 0
-        scratch[STARTS, count] = first
-        scratch[ENDS, count] = end
+            scratch.taken[i] = 1
+            scratch.free[i] = 0
+        scratch.starts[count] = first
+        scratch.ends[count] = end
         count += 1
         chosen += end - first
     return count

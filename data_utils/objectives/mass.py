@@ -99,34 +99,32 @@ def _draw_start(rng, positions, settings):
 
 
 @inlined
-def _fill_chunk(
-    row, offset, limit, document, text, unit_start, start, length, rng, scratch, length_table, settings
-):
-    maskable = maskable_length(text, start, length, settings)
+def _fill_chunk(row, chunk, tables, settings):
+    text, offset, rng = chunk.text, chunk.offset, tables.rng
+    length = len(text)
+    maskable = maskable_length(text, settings)
     size = min(max(1, int(settings.fragment_ratio * maskable + 0.5)), maskable)
     first = _draw_start(rng, maskable - size + 1, settings)
     begin, part_b = offset + 1, offset + 2 + length
     end = part_b + size
     row[TOKENS, offset] = settings.cls
-    copy_range(row, TOKENS, begin, begin + length, text, start)
+    copy_range(row[TOKENS], begin, begin + length, text, 0)
     for i in range(first, first + size):
-        row[TOKENS, begin + i] = corrupted_token(
-            rng, text[start + i], draw_corruption(rng, settings), settings
-        )
+        row[TOKENS, begin + i] = corrupted_token(rng, text[i], draw_corruption(rng, settings), settings)
     row[TOKENS, part_b - 1] = settings.sep
     # Order -1 hides the fragment from part B; the context sees it all the same by its group.
-    set_range(row, ORD, begin + first, begin + first + size, -1)
-    count_up(row, POSITION_IDS, offset, part_b, 0)
-    set_range(row, GRP, offset, part_b, 1)
+    set_range(row[ORD], begin + first, begin + first + size, -1)
+    count_up(row[POSITION_IDS], offset, part_b, 0)
+    set_range(row[GRP], offset, part_b, 1)
     if size > 0:
         # The decoder begins with the token before the fragment, and at its position.
         row[TOKENS, part_b] = row[TOKENS, begin + first - 1]
-    copy_range(row, TOKENS, part_b + 1, end, text, start + first)
-    count_up(row, POSITION_IDS, part_b, end, first)
-    count_up(row, ORD, part_b, end, 1)
-    predict_range(row, part_b, end, text, start + first)
-    set_range(row, SEGMENT_IDS, part_b, end, 1)
-    mark_document(row, offset, end, document, settings.loss)
+    copy_range(row[TOKENS], part_b + 1, end, text, first)
+    count_up(row[POSITION_IDS], part_b, end, first)
+    count_up(row[ORD], part_b, end, 1)
+    predict_range(row, part_b, end, text, first)
+    set_range(row[SEGMENT_IDS], part_b, end, 1)
+    mark_document(row, offset, end, chunk.document, settings.loss)
     return end
 
 

@@ -25,6 +25,7 @@ from data_utils.common.losses import Loss
 from data_utils.common.settings import check, checked, setting
 from data_utils.objectives.base import RowObjective, RowSizes
 from data_utils.objectives.compiled import (
+    Chunks,
     begin_row,
     compiled,
     copy_range,
@@ -201,63 +202,66 @@ class OptimusConfig(RowSizes):
 
 
 @compiled
-def _write_encoder(row, offset, text, start, length, settings):
+def _write_encoder(row, offset, text, settings):
     """[CLS] x [SEP]. Returns the end."""
-    end = offset + length + 2
+    end = offset + len(text) + 2
     row[TOKENS, offset] = settings.cls
-    copy_range(row, TOKENS, offset + 1, end - 1, text, start)
+    copy_range(row[TOKENS], offset + 1, end - 1, text, 0)
     row[TOKENS, end - 1] = settings.sep
-    count_up(row, POSITION_IDS, offset, end, 0)
+    count_up(row[POSITION_IDS], offset, end, 0)
     return end
 
 
 @compiled
-def _write_decoder(row, offset, text, start, length, settings):
+def _write_decoder(row, offset, text, settings):
     """The slot, and BOS x, which predict x EOS. Returns the end."""
     slot = np.int64(settings.memory)
     if slot:
         put(row, offset, settings.sop, 0, 1)
     first = offset + slot
-    end = first + length + 1
+    end = first + len(text) + 1
     row[TOKENS, first] = settings.sop
-    copy_range(row, TOKENS, first + 1, end, text, start)
-    copy_range(row, TARGETS, first, end - 1, text, start)
+    copy_range(row[TOKENS], first + 1, end, text, 0)
+    copy_range(row[TARGETS], first, end - 1, text, 0)
     row[TARGETS, end - 1] = settings.eop
-    set_range(row, WEIGHTS, first, end, ONE_AS_INT32)
-    count_up(row, POSITION_IDS, first, end, slot)
+    set_range(row[WEIGHTS], first, end, ONE_AS_INT32)
+    count_up(row[POSITION_IDS], first, end, slot)
     # Order above 0 makes the decoder's tokens causal. The slot has order 1, before all of them, so that every
     # token sees it.
-    count_up(row, ORD, first, end, 1 + slot)
+    count_up(row[ORD], first, end, 1 + slot)
     return end
 
 
 @compiled
-def _without_end(text, start, length, eos):
-    """Tokens of a chunk without the eos at its end."""
-    return length - 1 if length > 0 and text[start + length - 1] == eos else length
+def _end_of_text(tokens, start, end, eos):
+    """The end of the text tokens[start:end] without the eos at its end."""
+    return end - 1 if end > start and tokens[end - 1] == eos else end
 
 
 @entry_point
 def _fill_rows(batch, chunks, tables, record):
-    text, _, chunk_lengths, chunks_per_sample, _, first_chunk = chunks
-    settings = record[0]
-    chunk, start = 0, 0
+    settings, chunks = record[0], Chunks(*chunks)
+    tokens = chunks.tokens
+    k, start = 0, 0  # the chunk, and where its text begins
     for i in range(len(batch)):
         row, offset = batch[i], 0
         begin_row(row, settings.pad)
-        for number in range(first_chunk, first_chunk + chunks_per_sample[i] // settings.texts):
+        for document in range(
+            chunks.first_document, chunks.first_document + chunks.counts[i] // settings.texts
+        ):
             # One document for both texts, so that packing, plans and loaders are those of the other objectives.
-            begin = offset
-            length = _without_end(text, start, chunk_lengths[chunk], settings.eos)
-            offset = _write_encoder(row, offset, text, start, length, settings)
+            first = offset
+            end = start + chunks.lengths[k]
+            stop = _end_of_text(tokens, start, end, settings.eos)
+            offset = _write_encoder(row, offset, tokens[start:stop], settings)
             if settings.texts > 1:
-                start += chunk_lengths[chunk]
-                chunk += 1
-                length = _without_end(text, start, chunk_lengths[chunk], settings.decoder_eos)
-            offset = _write_decoder(row, offset, text, start, length, settings)
-            mark_document(row, begin, offset, number, settings.loss)
-            start += chunk_lengths[chunk]
-            chunk += 1
+                k += 1
+                start, end = end, end + chunks.lengths[k]
+                stop = _end_of_text(tokens, start, end, settings.decoder_eos)
+            offset = _write_decoder(row, offset, tokens[start:stop], settings)
+            mark_document(row, first, offset, document, settings.loss)
+            start = end
+            k += 1
 
 
 @register

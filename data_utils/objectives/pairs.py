@@ -7,75 +7,80 @@ needed.
 
 from __future__ import annotations
 
-import functools
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from data_utils.common.random_streams import below
 from data_utils.objectives.base import RowObjective
-from data_utils.objectives.compiled import POSITIONS, compiled
+from data_utils.objectives.compiled import Chunks, compiled
 
-# Columns of a pair, int64: a number that each objective uses as it needs, whether B is to be another chunk's, start and
-# end of A and of B.
-CUSTOM, WRONG, A, A_END, B, B_END = range(6)
+# Starts and ends are in the text of the batch.
+PAIR = np.dtype(
+    (
+        np.record,
+        [
+            ("a_start", np.int64),
+            ("a_end", np.int64),
+            ("b_start", np.int64),
+            ("b_end", np.int64),
+            ("is_wrong", np.bool_),  # whether B is to be another chunk's
+            ("length_of_a", np.int64),  # of a pair that a corpus gives, before it is planned
+            ("language_model", np.int64),  # see LanguageModel in masked_text.py
+            ("length", np.int64),  # XLNet: of the chunk after its memory
+        ],
+    )
+)
 
 
 @compiled
-def split_point(rng, scratch, text, start, length, sentence_end):
-    """Tokens of A, 1..length - 1: up to a random end of a sentence, or anywhere where there is none."""
+def split_point(rng, positions, text, sentence_end):
+    """Tokens of A, 1..len(text) - 1: up to a random end of a sentence, or anywhere where there is none.
+
+    Args: positions: scratch.
+    """
     ends = 0
-    for i in range(length - 1):
+    for i in range(len(text) - 1):
         # Overwritten unless a sentence ends here: avoids a mispredicted branch.
-        scratch[POSITIONS, ends] = i + 1
-        ends += sentence_end[text[start + i]]
+        positions[ends] = i + 1
+        ends += sentence_end[text[i]]
     if ends == 0:
-        return 1 + below(rng, length - 1)
-    return scratch[POSITIONS, below(rng, ends)]
+        return 1 + below(rng, len(text) - 1)
+    return positions[below(rng, ends)]
 
 
 @compiled
 def exchange_second_texts(pairs, count):
-    """Give each of the WRONG pairs the B of the next one, and the last one the B of the first.
+    """Give each of the wrong pairs the B of the next one, and the last one the B of the first.
 
-    Returns: the number of the only WRONG pair, which has no other to exchange with; else -1.
+    Returns: the number of the only wrong pair, which has no other to exchange with; else -1.
     """
     first, last = -1, -1
     for number in range(count):
-        if pairs[number, WRONG]:
+        if pairs[number].is_wrong:
             if first < 0:
                 first = number
             else:
-                for column in (B, B_END):
-                    # Swaps along the chain move every B by one pair, so that each is another chunk's and none is lost.
-                    swapped = pairs[last, column]
-                    pairs[last, column] = pairs[number, column]
-                    pairs[number, column] = swapped
+                # Swaps along the chain move every B by one pair, so that each is another chunk's and none is lost.
+                one, other = pairs[last], pairs[number]
+                one.b_start, other.b_start = other.b_start, one.b_start
+                one.b_end, other.b_end = other.b_end, one.b_end
             last = number
     return first if first == last else -1
 
 
 class PairedRows(RowObjective):
-    """An objective whose entry point also takes scratch for the pairs of a sample, and which tokens end a sentence."""
+    """An objective whose entry point also takes scratch for the pairs of a sample."""
 
     compiled_files: ClassVar[tuple[str, ...]] = (__file__,)
 
-    def _fill(self, batch, tokens, chunk_lengths, chunks_per_sample, sample_indices, first_chunk) -> None:
+    def _fill(self, batch: np.ndarray, chunks: Chunks) -> Any:
         if not len(batch):
             return
-        unit_start = self._unit_starts(tokens, chunk_lengths)
-        chunks = (
-            tokens if tokens.ndim == 1 else tokens[0],
-            unit_start,
-            chunk_lengths,
-            chunks_per_sample,
-            sample_indices,
-            first_chunk,
-        )
-        pairs = np.empty((max(1, chunks_per_sample.max()), 6), np.int64)
-        self.entry(batch, chunks, self._tables(batch), pairs, self._sentence_end, self._record)
+        self._fill_pairs(batch, chunks, np.empty(max(1, chunks.counts.max()), PAIR))
 
-    @functools.cached_property
-    def _sentence_end(self) -> np.ndarray:
-        ends = self.vocabulary.sentence_end
-        return np.zeros(self.vocabulary.size, np.bool_) if ends is None else np.array(ends, np.bool_)
+    def _fill_pairs(self, batch: np.ndarray, chunks: Chunks, pairs: np.ndarray) -> None:
+        unit_start = self._unit_starts(chunks.tokens, chunks.lengths)
+        tokens = chunks.tokens if chunks.tokens.ndim == 1 else chunks.tokens[0]
+        chunks = chunks._replace(tokens=tokens, unit_start=unit_start)
+        self.entry(batch, tuple(chunks), self._tables(batch.shape[2]), pairs, self._record)

@@ -46,20 +46,20 @@ class PrefixLmConfig(RowSizes):
 
 
 @inlined
-def _fill_chunk(
-    row, offset, limit, document, text, unit_start, start, length, rng, scratch, length_table, settings
-):
-    prefix = below(rng, length)
+def _fill_chunk(row, chunk, tables, settings):
+    text, offset = chunk.text, chunk.offset
+    length = len(text)
+    prefix = below(tables.rng, length)
     target, end = offset + 1 + prefix, offset + 1 + length
     row[TOKENS, offset] = settings.cls
-    copy_range(row, TOKENS, offset + 1, target, text, start)
+    copy_range(row[TOKENS], offset + 1, target, text, 0)
     # The target is shifted right by sop; the last token of the text is never an input.
     row[TOKENS, target] = settings.sop
-    copy_range(row, TOKENS, target + 1, end, text, start + prefix)
-    count_up(row, POSITION_IDS, offset, end, 0)
-    count_up(row, ORD, target, end, 1)
-    predict_range(row, target, end, text, start + prefix)
-    mark_document(row, offset, end, document, settings.loss)
+    copy_range(row[TOKENS], target + 1, end, text, prefix)
+    count_up(row[POSITION_IDS], offset, end, 0)
+    count_up(row[ORD], target, end, 1)
+    predict_range(row, target, end, text, prefix)
+    mark_document(row, offset, end, chunk.document, settings.loss)
     return end
 
 

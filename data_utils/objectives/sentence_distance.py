@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from data_utils.common.losses import Loss
 from data_utils.common.settings import check, checked, fraction
 from data_utils.objectives.labelled_text import LabelledText, LabelledTextConfig
-from data_utils.objectives.masked_text import DISTANCE
+from data_utils.objectives.masked_text import Pairing
 from data_utils.objectives.registry import register
 
 
@@ -33,8 +33,8 @@ class SentenceDistanceConfig(LabelledTextConfig):
         )
 
     @property
-    def pairing(self) -> int:
-        return DISTANCE
+    def pairing(self) -> Pairing:
+        return Pairing.DISTANCE
 
     @property
     def class_heads(self) -> dict[str, int]:

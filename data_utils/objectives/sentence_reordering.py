@@ -18,75 +18,74 @@ from data_utils.common.losses import CLASS_HEADS, Loss
 from data_utils.common.random_streams import below, new_rng, seed_rng
 from data_utils.common.settings import checked, setting
 from data_utils.objectives import pairs
-from data_utils.objectives.compiled import compiled, entry_point, maskable_length
+from data_utils.objectives.compiled import Chunks, compiled, entry_point, maskable_length
 from data_utils.objectives.labelled_text import LabelledText, LabelledTextConfig, label_documents
 from data_utils.objectives.registry import register
 
 
 @compiled
-def _cut(text, start, length, sentence_end, rng, cuts, max_segments):
-    """Draw the number of segments, and the ends of all into `cuts`. Returns the number."""
+def _cut(text, sentence_end, rng, cuts, max_parts):
+    """Draw the number of parts, and the ends of all into `cuts`. Returns the number."""
     count = 0
-    for i in range(length - 1):
-        if sentence_end[text[start + i]]:
+    for i in range(len(text) - 1):
+        if sentence_end[text[i]]:
             cuts[count] = i + 1
             count += 1
-    segments = 1 + below(rng, min(max_segments, count + 1))
-    # Selection sampling: segments - 1 of the `count` ends of sentences, every choice equally likely.
+    parts = 1 + below(rng, min(max_parts, count + 1))
+    # Selection sampling: parts - 1 of the `count` ends of sentences, every choice equally likely.
     chosen = 0
     for i in range(count):
-        if below(rng, count - i) < segments - 1 - chosen:
+        if below(rng, count - i) < parts - 1 - chosen:
             cuts[chosen] = cuts[i]
             chosen += 1
-    cuts[chosen] = length
-    return segments
+    cuts[chosen] = len(text)
+    return parts
 
 
 @compiled
-def _reorder(text, reordered, start, length, sentence_end, rng, cuts, settings):
-    """Write a chunk with its segments in a drawn order; eos stays last. Returns the class."""
-    maskable = maskable_length(text, start, length, settings)
-    for i in range(start + maskable, start + length):
+def _reorder(text, reordered, sentence_end, rng, cuts, settings):
+    """Write a chunk with its parts in a drawn order; eos stays last. Returns the class."""
+    maskable = maskable_length(text, settings)
+    for i in range(maskable, len(text)):
         reordered[i] = text[i]
-    segments = _cut(text, start, maskable, sentence_end, rng, cuts, settings.parts)
-    first_class, orders = 0, 1  # of the orders of as many segments
-    for n in range(1, segments):
+    parts = _cut(text[:maskable], sentence_end, rng, cuts, settings.parts)
+    first_class, orders = 0, 1  # of the orders of as many parts
+    for n in range(1, parts):
         first_class += orders
         orders *= n + 1
     rank = below(rng, orders)
     label = first_class + rank
-    # The order of this rank: its next segment is that number `skipped` of the segments that are not written yet.
-    written, at = 0, start  # written: a bit for each segment
-    for remaining in range(segments, 0, -1):
+    # The order of this rank: its next part is that number `skipped` of the parts that are not written yet.
+    written, at = 0, 0  # written: a bit for each part
+    for remaining in range(parts, 0, -1):
         orders //= remaining
         skipped = rank // orders
         rank -= skipped * orders
-        segment = 0
-        while skipped > 0 or written >> segment & 1:
-            skipped -= 1 - (written >> segment & 1)
-            segment += 1
-        written |= 1 << segment
-        for i in range(cuts[segment - 1] if segment > 0 else 0, cuts[segment]):
-            reordered[at] = text[start + i]
+        part = 0
+        while skipped > 0 or written >> part & 1:
+            skipped -= 1 - (written >> part & 1)
+            part += 1
+        written |= 1 << part
+        for i in range(cuts[part - 1] if part > 0 else 0, cuts[part]):
+            reordered[at] = text[i]
             at += 1
     return label
 
 
 @entry_point
-def _reorder_all(
-    text, reordered, lengths, counts, samples, first_chunk, sentence_end, rng, cuts, labels, record
-):
-    settings = record[0]
-    chunk, start = 0, 0
-    for i in range(len(samples)):
-        for number in range(first_chunk, first_chunk + counts[i]):
-            if lengths[chunk] > 0:
-                seed_rng(rng, settings.key, samples[i], number, 2)
-                labels[chunk] = _reorder(
-                    text, reordered, start, lengths[chunk], sentence_end, rng, cuts, settings
+def _reorder_all(chunks, reordered, sentence_end, rng, cuts, labels, record):
+    settings, chunks = record[0], Chunks(*chunks)
+    k, start = 0, 0  # the chunk, and where its text begins
+    for i in range(len(chunks.samples)):
+        for document in range(chunks.first_document, chunks.first_document + chunks.counts[i]):
+            end = start + chunks.lengths[k]
+            if end > start:
+                seed_rng(rng, settings.key, chunks.samples[i], document, 2)
+                labels[k] = _reorder(
+                    chunks.tokens[start:end], reordered[start:end], sentence_end, rng, cuts, settings
                 )
-            start += lengths[chunk]
-            chunk += 1
+            start = end
+            k += 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,13 +110,13 @@ class SentenceReordering(LabelledText):
     def values(self):  # type: ignore[no-untyped-def]
         return {**super().values(), "parts": self.config.parts}
 
-    def _fill(self, batch, tokens, chunk_lengths, chunks_per_sample, sample_indices, first_chunk) -> None:
+    def _fill(self, batch: np.ndarray, chunks: Chunks) -> None:
         if not len(batch):
             return
-        self._unit_starts(tokens, chunk_lengths)  # refuses tokens of another vocabulary
-        reordered, labels = np.empty_like(tokens), np.zeros(len(chunk_lengths), np.int64)
-        cuts = np.empty(chunk_lengths.max(initial=0) + 1, np.int64)
-        chunks = (chunk_lengths, chunks_per_sample, sample_indices, first_chunk)
-        _reorder_all(tokens, reordered, *chunks, self._sentence_end, new_rng(), cuts, labels, self._record)
-        super()._fill(batch, reordered, *chunks)
-        label_documents(batch, chunks_per_sample, labels, first_chunk, CLASS_HEADS["sentence_reordering"])
+        self._unit_starts(chunks.tokens, chunks.lengths)  # refuses tokens of another vocabulary
+        reordered, labels = np.empty_like(chunks.tokens), np.zeros(len(chunks.lengths), np.int64)
+        cuts = np.empty(chunks.lengths.max(initial=0) + 1, np.int64)
+        _reorder_all(tuple(chunks), reordered, self._sentence_end, new_rng(), cuts, labels, self._record)
+        super()._fill(batch, chunks._replace(tokens=reordered))
+        head = CLASS_HEADS["sentence_reordering"]
+        label_documents(batch, chunks.counts, labels, chunks.first_document, head)

@@ -26,8 +26,6 @@ from data_utils.common.random_streams import below
 from data_utils.common.settings import check, checked, fraction, setting
 from data_utils.objectives.base import RowObjective, RowSizes, check_token
 from data_utils.objectives.compiled import (
-    ENDS,
-    STARTS,
     compiled,
     copy_range,
     count_up,
@@ -134,20 +132,20 @@ class T5Config(SentinelConfig):
 
 
 @compiled
-def _divide(rng, scratch, line, total, count):
-    """Divide `total` into `count` lengths >= 1 in scratch[line], every division equally likely."""
-    borders, cuts = total - 1, count - 1
-    segment, length = 0, 1
-    # Selection sampling: each of the total - 1 borders is a cut with probability cuts / remaining borders.
-    for _ in range(total - 1):  # does a segment end between this token and the next?
-        if below(rng, borders) < cuts:
-            scratch[line, segment] = length
-            segment += 1
+def _divide(rng, lengths, total, count):
+    """Divide `total` into `count` lengths >= 1, every division equally likely."""
+    boundaries, cuts = total - 1, count - 1
+    part, length = 0, 1
+    # Selection sampling: each of the total - 1 boundaries is a cut with probability cuts / remaining boundaries.
+    for _ in range(total - 1):  # does a part end between this token and the next?
+        if below(rng, boundaries) < cuts:
+            lengths[part] = length
+            part += 1
             length = 0
             cuts -= 1
         length += 1
-        borders -= 1
-    scratch[line, segment] = length
+        boundaries -= 1
+    lengths[part] = length
 
 
 @compiled
@@ -156,18 +154,18 @@ def _sentinel(span, settings):
 
 
 @inlined
-def _write_target(row, part_b, text, start, spans, scratch, settings):
+def _write_target(row, part_b, text, spans, scratch, settings):
     """Each sentinel with its span, then eos, all shifted by sop. Returns the end."""
-    at, source = part_b, start
+    at, source = part_b, 0
     for span in range(spans):
-        source += scratch[STARTS, span]
+        source += scratch.text_lengths[span]
         row[TARGETS, at] = _sentinel(span, settings)
-        for i in range(scratch[ENDS, span]):
+        for i in range(scratch.span_lengths[span]):
             row[TARGETS, at + 1 + i] = text[source + i]
-        at += 1 + scratch[ENDS, span]
-        source += scratch[ENDS, span]
+        at += 1 + scratch.span_lengths[span]
+        source += scratch.span_lengths[span]
     row[TARGETS, at] = settings.eos
-    set_range(row, WEIGHTS, part_b, at + 1, ONE_AS_INT32)
+    set_range(row[WEIGHTS], part_b, at + 1, ONE_AS_INT32)
     write_decoder_inputs(row, part_b, at + 1, settings)
     return at + 1
 
@@ -177,48 +175,45 @@ def write_decoder_inputs(row, part_b, end, settings):
     """Write the inputs of part B, whose targets are there: sop, then each target one position later."""
     row[TOKENS, part_b] = settings.sop
     # Inputs are the targets shifted right by one.
-    copy_range(row, TOKENS, part_b + 1, end, row[TARGETS], part_b)
-    count_up(row, POSITION_IDS, part_b, end, 0)
-    count_up(row, ORD, part_b, end, 1)
-    set_range(row, SEGMENT_IDS, part_b, end, 1)
+    copy_range(row[TOKENS], part_b + 1, end, row[TARGETS], part_b)
+    count_up(row[POSITION_IDS], part_b, end, 0)
+    count_up(row[ORD], part_b, end, 1)
+    set_range(row[SEGMENT_IDS], part_b, end, 1)
 
 
 @inlined
-def corrupt(row, offset, at, text, start, length, rng, scratch, settings, noise_ratio, mean_span_length):
-    """Write parts A and B of a chunk: A's text begins at `at`, its positions count from `offset`. Returns the end."""
-    maskable = maskable_length(text, start, length, settings)
+def corrupt(row, chunk, at, tables, settings, noise_ratio, mean_span_length):
+    """Write parts A and B of a chunk: A's text begins at `at`, its positions count from the chunk's offset. Returns
+    the end.
+    """
+    text, scratch = chunk.text, tables.scratch
+    maskable = maskable_length(text, settings)
     # At least one token is noise and one is not; a text of one token has no target.
     noise = min(max(1, int(noise_ratio * maskable + 0.5)), maskable - 1)
     spans = 0
     if noise > 0:
         spans = min(max(1, int(noise / mean_span_length + 0.5)), noise, maskable - noise)
-        _divide(rng, scratch, STARTS, maskable - noise, spans)
-        _divide(rng, scratch, ENDS, noise, spans)
-    source = start
+        _divide(tables.rng, scratch.text_lengths, maskable - noise, spans)
+        _divide(tables.rng, scratch.span_lengths, noise, spans)
+    source = 0
     for span in range(spans):
-        sentinel_at = at + scratch[STARTS, span]
-        copy_range(row, TOKENS, at, sentinel_at, text, source)
+        sentinel_at = at + scratch.text_lengths[span]
+        copy_range(row[TOKENS], at, sentinel_at, text, source)
         row[TOKENS, sentinel_at] = _sentinel(span, settings)
-        # STARTS has the lengths of the text before each span, ENDS those of the spans: as in T5's code, text is first.
-        source += scratch[STARTS, span] + scratch[ENDS, span]
+        source += scratch.text_lengths[span] + scratch.span_lengths[span]
         at = sentinel_at + 1
-    part_b = end = at + start + length - source
-    copy_range(row, TOKENS, at, part_b, text, source)
-    count_up(row, POSITION_IDS, offset, part_b, 0)
+    part_b = end = at + len(text) - source
+    copy_range(row[TOKENS], at, part_b, text, source)
+    count_up(row[POSITION_IDS], chunk.offset, part_b, 0)
     if spans > 0:
-        end = _write_target(row, part_b, text, start, spans, scratch, settings)
+        end = _write_target(row, part_b, text, spans, scratch, settings)
     return end
 
 
 @inlined
-def _fill_chunk(
-    row, offset, limit, document, text, unit_start, start, length, rng, scratch, length_table, settings
-):
-    noise_ratio, mean_span_length = settings.noise_ratio, settings.mean_span_length
-    end = corrupt(
-        row, offset, offset, text, start, length, rng, scratch, settings, noise_ratio, mean_span_length
-    )
-    mark_document(row, offset, end, document, settings.loss)
+def _fill_chunk(row, chunk, tables, settings):
+    end = corrupt(row, chunk, chunk.offset, tables, settings, settings.noise_ratio, settings.mean_span_length)
+    mark_document(row, chunk.offset, end, chunk.document, settings.loss)
     return end
 
 

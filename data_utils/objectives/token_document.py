@@ -14,10 +14,10 @@ import numpy as np
 
 from data_utils.common.batch_fields import DOC, OBJECTIVE, TOKENS, WEIGHTS
 from data_utils.common.losses import CLASS_HEADS, Loss
-from data_utils.common.random_streams import new_rng, seed_rng
+from data_utils.common.random_streams import seed_rng
 from data_utils.common.settings import checked
 from data_utils.objectives import masking, pairs
-from data_utils.objectives.compiled import WORK_LINES, entry_point, predict
+from data_utils.objectives.compiled import Chunks, entry_point, predict, with_scratch
 from data_utils.objectives.labelled_text import LabelledText, LabelledTextConfig
 from data_utils.objectives.masking import is_special
 from data_utils.objectives.pairs import split_point
@@ -25,45 +25,48 @@ from data_utils.objectives.registry import register
 
 
 @entry_point
-def _halve(text, lengths, counts, samples, first_chunk, sentence_end, rng, scratch, halves, record):
+def _halve(chunks, tables, halves, record):
     """Lengths of both halves of each chunk, int64 [2 chunks]; a chunk of one token has an empty second half."""
-    settings = record[0]
-    chunk, start = 0, 0
-    for i in range(len(samples)):
-        for number in range(first_chunk, first_chunk + counts[i]):
-            split = lengths[chunk]
+    settings, chunks, tables = record[0], Chunks(*chunks), with_scratch(tables)
+    k, start = 0, 0  # the chunk, and where its text begins
+    for i in range(len(chunks.samples)):
+        for document in range(chunks.first_document, chunks.first_document + chunks.counts[i]):
+            text = chunks.tokens[start : start + chunks.lengths[k]]
+            split = len(text)
             if split > 1:
-                seed_rng(rng, settings.key, samples[i], number, 2)
-                split = split_point(rng, scratch, text, start, lengths[chunk], sentence_end)
-            halves[2 * chunk] = split
-            halves[2 * chunk + 1] = lengths[chunk] - split
-            start += lengths[chunk]
-            chunk += 1
+                seed_rng(tables.rng, settings.key, chunks.samples[i], document, 2)
+                split = split_point(tables.rng, tables.scratch.positions, text, tables.sentence_end)
+            halves[2 * k] = split
+            halves[2 * k + 1] = len(text) - split
+            start += len(text)
+            k += 1
 
 
 @entry_point
-def _label(batch, text, halves, counts, first_chunk, seen, objective, record):
+def _label(batch, halves, seen, objective, record):
     """Label the tokens of each half: 1 for those that the other half has too.
 
-    Args: seen: int64 zeros, one for each id of the vocabulary; the last half whose other half has the token, plus 1.
+    Args:
+        halves: Chunks. seen: int64 zeros, one for each id of the vocabulary; the last half whose other half has the
+            token, plus 1.
     """
-    settings = record[0]
+    settings, halves = record[0], Chunks(*halves)
     half, start = 0, 0
     for i in range(len(batch)):
         row, at = batch[i], 0
-        for number in range(first_chunk, first_chunk + counts[i]):
-            is_second = (number - first_chunk) % 2
-            other_start = start - halves[half - 1] if is_second else start + halves[half]
-            other_length = halves[half - 1] if is_second else halves[half + 1]
-            for k in range(other_start, other_start + other_length):
-                seen[text[k]] = half + 1
-            while at < row.shape[1] and row[DOC, at] == number:
+        for document in range(halves.first_document, halves.first_document + halves.counts[i]):
+            is_second = (document - halves.first_document) % 2
+            other = half - 1 if is_second else half + 1
+            other_start = start - halves.lengths[other] if is_second else start + halves.lengths[half]
+            for token in halves.tokens[other_start : other_start + halves.lengths[other]]:
+                seen[token] = half + 1
+            while at < row.shape[1] and row[DOC, at] == document:
                 token = row[TOKENS, at]
                 if row[WEIGHTS, at] == 0 and not is_special(token, settings):
                     predict(row, at, 1 if seen[token] == half + 1 else 0)
                     row[OBJECTIVE, at] = objective
                 at += 1
-            start += halves[half]
+            start += halves.lengths[half]
             half += 1
 
 
@@ -91,15 +94,13 @@ class TokenDocument(LabelledText):
     losses = (Loss("masked_parts", 34), Loss("token_document", 35))
     compiled_files = (__file__, pairs.__file__, masking.__file__)
 
-    def _fill(self, batch, tokens, chunk_lengths, chunks_per_sample, sample_indices, first_chunk) -> None:
+    def _fill(self, batch: np.ndarray, chunks: Chunks) -> None:
         if not len(batch):
             return
-        self._unit_starts(tokens, chunk_lengths)  # refuses tokens of another vocabulary
-        halves = np.zeros(2 * len(chunk_lengths), np.int64)
-        scratch = np.empty((WORK_LINES, chunk_lengths.max(initial=0) + 2), np.int64)
-        chunks = (chunk_lengths, chunks_per_sample, sample_indices, first_chunk)
-        _halve(tokens, *chunks, self._sentence_end, new_rng(), scratch, halves, self._record)
-        counts = 2 * chunks_per_sample
-        super()._fill(batch, tokens, halves, counts, sample_indices, first_chunk)
+        self._unit_starts(chunks.tokens, chunks.lengths)  # refuses tokens of another vocabulary
+        lengths = np.zeros(2 * len(chunks.lengths), np.int64)
+        _halve(tuple(chunks), self._tables(chunks.lengths.max(initial=0)), lengths, self._record)
+        halves = chunks._replace(lengths=lengths, counts=2 * chunks.counts)
+        super()._fill(batch, halves)
         seen = np.zeros(self.vocabulary.size, np.int64)
-        _label(batch, tokens, halves, counts, first_chunk, seen, CLASS_HEADS["token_document"], self._record)
+        _label(batch, tuple(halves), seen, CLASS_HEADS["token_document"], self._record)

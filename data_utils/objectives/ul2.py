@@ -134,9 +134,9 @@ class Ul2Config(SentinelConfig):
 
 
 @inlined
-def _fill_chunk(
-    row, offset, limit, document, text, unit_start, start, length, rng, scratch, denoisers, settings
-):
+def _fill_chunk(row, chunk, tables, settings):
+    text, offset, rng, denoisers = chunk.text, chunk.offset, tables.rng, tables.length_table
+    length = len(text)
     # A denoiser for each chunk, so that short documents of a row mix.
     denoiser, number = 0, uniform(rng)
     while number >= denoisers[denoiser, UNTIL]:
@@ -150,20 +150,18 @@ def _fill_chunk(
         # Uniform from 1 to 2 * ratio * length - 1, with the mean ratio * length, as in the paper.
         target = min(length - 1, 1 + below(rng, max(1, int(2 * ratio * length + 0.5) - 1)))
         part_b = at + length - target
-        copy_range(row, TOKENS, at, part_b, text, start)
+        copy_range(row[TOKENS], at, part_b, text, 0)
         end = part_b
         if target > 0:
             row[TOKENS, part_b] = settings.eos
             part_b += 1
             end = part_b + target
-            predict_range(row, part_b, end, text, start + length - target)
+            predict_range(row, part_b, end, text, length - target)
             write_decoder_inputs(row, part_b, end, settings)
-        count_up(row, POSITION_IDS, offset, part_b, 0)
+        count_up(row[POSITION_IDS], offset, part_b, 0)
     else:
-        end = corrupt(
-            row, offset, at, text, start, length, rng, scratch, settings, ratio, denoisers[denoiser, LENGTH]
-        )
-    mark_document(row, offset, end, document, settings.loss + mode)
+        end = corrupt(row, chunk, at, tables, settings, ratio, denoisers[denoiser, LENGTH])
+    mark_document(row, offset, end, chunk.document, settings.loss + mode)
     return end
 
 

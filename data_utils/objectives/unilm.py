@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from data_utils.common.losses import NEXT_SENTENCE_LOSS, Loss
 from data_utils.common.settings import check, checked, fraction, setting
 from data_utils.objectives.interface import TextFormat
-from data_utils.objectives.masked_text import NEXT_SENTENCE, PAIR_ONLY, MaskedText, MaskedTextConfig
+from data_utils.objectives.masked_text import MaskedText, MaskedTextConfig, Pairing
 from data_utils.objectives.registry import register
 
 
@@ -40,8 +40,8 @@ class UniLmConfig(MaskedTextConfig):
         return self.single_token_prob, longer_prob / 2, longer_prob / 2
 
     @property
-    def pairing(self) -> int:
-        return NEXT_SENTENCE if self.next_sentence else PAIR_ONLY
+    def pairing(self) -> Pairing:
+        return Pairing.NEXT_SENTENCE if self.next_sentence else Pairing.PAIR_ONLY
 
     def __post_init__(self) -> None:
         MaskedTextConfig.__post_init__(self)  # slots: super() without arguments fails
@@ -54,7 +54,7 @@ class UniLmConfig(MaskedTextConfig):
         )
 
     @property
-    def lm_type_probs(self) -> tuple[float, float, float, float]:
+    def language_model_probs(self) -> tuple[float, float, float, float]:
         """Bidirectional, sequence-to-sequence, left-to-right, right-to-left."""
         first_three = (self.bidirectional_prob, self.seq2seq_prob, self.left_to_right_prob)
         return (*first_three, max(0.0, 1.0 - sum(first_three)))

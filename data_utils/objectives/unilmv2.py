@@ -20,10 +20,6 @@ from data_utils.common.losses import Loss
 from data_utils.common.settings import checked, fraction, setting
 from data_utils.objectives.base import RowObjective, RowSizes
 from data_utils.objectives.compiled import (
-    ENDS,
-    FREE,
-    STARTS,
-    UNIT_START,
     entry_point,
     fill_chunks,
     inlined,
@@ -78,29 +74,28 @@ class UniLmV2Config(RowSizes):
 
 
 @inlined
-def _fill_chunk(
-    row, offset, limit, document, text, unit_start, start, length, rng, scratch, length_table, settings
-):
-    size = length + 2
-    maskable = maskable_length(text, start, length, settings)
+def _fill_chunk(row, chunk, tables, settings):
+    text, offset, scratch = chunk.text, chunk.offset, tables.scratch
+    size = len(text) + 2
+    maskable = maskable_length(text, settings)
     for i in range(size):
-        token = settings.cls if i == 0 else settings.sep if i == size - 1 else text[start + i - 1]
+        token = settings.cls if i == 0 else settings.sep if i == size - 1 else text[i - 1]
         put(row, offset + i, token, i, 0)
-        scratch[FREE, i] = 1 <= i <= maskable
-        scratch[UNIT_START, i] = 1
-    target = min(masked_target(settings.masked_ratio, size), length)
-    blocks = draw_spans(rng, scratch, size, target, False, length_table, 0)
+        scratch.free[i] = 1 <= i <= maskable
+        scratch.unit_start[i] = 1
+    target = min(masked_target(settings.masked_ratio, size), len(text))
+    blocks = draw_spans(tables, size, target, False, 0)
     chosen = 0
     for block in range(blocks):
-        chosen += scratch[ENDS, block] - scratch[STARTS, block]
+        chosen += scratch.ends[block] - scratch.starts[block]
     end = offset + size + 2 * chosen
-    mark_document(row, offset, offset + size, document, settings.loss)
-    mark_document(row, offset + size, end, document, settings.second_loss)
+    mark_document(row, offset, offset + size, chunk.document, settings.loss)
+    mark_document(row, offset + size, end, chunk.document, settings.second_loss)
     original, pseudo = offset + size, offset + size + chosen
     for block in range(blocks):
         step = block + 1
-        for i in range(scratch[STARTS, block], scratch[ENDS, block]):
-            token = text[start + i - 1]
+        for i in range(scratch.starts[block], scratch.ends[block]):
+            token = text[i - 1]
             # Each chosen position is there three times: [MASK] in the text (autoencoding), its original, which
             # later steps read, and a pseudo mask, which predicts it from the text and the originals of earlier steps.
             row[TOKENS, offset + i] = settings.mask

@@ -25,7 +25,7 @@ sample needs no other one, and training sees memories as reading long texts does
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,11 +35,8 @@ from data_utils.common.random_streams import below, chance, chance_threshold, se
 from data_utils.common.settings import check, checked, setting
 from data_utils.objectives.base import RowSizes
 from data_utils.objectives.compiled import (
-    ENDS,
-    FREE,
-    POSITIONS,
-    STARTS,
-    TAKEN,
+    Chunks,
+    Tables,
     begin_row,
     compiled,
     copy_range,
@@ -54,20 +51,19 @@ from data_utils.objectives.compiled import (
     set_range,
 )
 from data_utils.objectives.interface import TextFormat
-from data_utils.objectives.pairs import (
-    A_END,
-    B_END,
-    CUSTOM,
-    WRONG,
-    A,
-    B,
-    PairedRows,
-    exchange_second_texts,
-    split_point,
-)
+from data_utils.objectives.pairs import PairedRows, exchange_second_texts, split_point
 from data_utils.objectives.registry import register
 
-LENGTH = CUSTOM  # column of a pair: tokens of the chunk after its memory
+
+class XlnetScratch(NamedTuple):
+    """Work space for one chunk: int64 [row_length + 2] each."""
+
+    positions: np.ndarray  # see `split_point`
+    candidates: np.ndarray  # positions of a section that may be targets
+    taken: np.ndarray  # 1 where a candidate is a target
+    targets: np.ndarray  # their positions
+    separators: np.ndarray  # positions of SEP and CLS
+    ranks: np.ndarray  # of targets, then of separators, in the order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,10 +140,10 @@ class XlnetConfig(RowSizes):
 
 
 @compiled
-def _draw_targets(rng, scratch, size, goal, length_table, settings):
-    """Mark `goal` of `size` tokens in scratch[TAKEN]: n-grams in windows, then single tokens."""
+def _draw_targets(taken, size, goal, rng, length_table, settings):
+    """Mark `goal` of `size` tokens in `taken`: n-grams in windows, then single tokens."""
     for i in range(size):
-        scratch[TAKEN, i] = 0
+        taken[i] = 0
     uncovered = size - goal * settings.tokens_per_target  # tokens that no window covers
     window_start, chosen = 0, 0
     if uncovered > 0:
@@ -161,58 +157,58 @@ def _draw_targets(rng, scratch, size, goal, length_table, settings):
         ngram = draw_length(rng, longest, length_table)
         window = ngram * settings.tokens_per_target
         # An n-gram anywhere in a window of n * K tokens, as in XLNet's code, so that targets are spread evenly.
-        begin = window_start + below(rng, window - ngram + 1)
-        for i in range(begin, begin + ngram):
-            scratch[TAKEN, i] = 1
+        first = window_start + below(rng, window - ngram + 1)
+        for i in range(first, first + ngram):
+            taken[i] = 1
         chosen += ngram
         window_start += window
     # Windows that no longer fit leave a few targets, which are drawn as single tokens.
     while chosen < goal:
         i = below(rng, size)
-        if not scratch[TAKEN, i]:
-            scratch[TAKEN, i] = 1
+        if not taken[i]:
+            taken[i] = 1
             chosen += 1
 
 
 @compiled
-def _write_text(row, offset, position, text, first, end, order, segment, scratch, candidates, settings):
-    """Write text[first:end] at `position` of the Example, and the positions that may be targets to scratch[FREE].
+def _write_text(row, offset, position, text, order, segment, candidates, count, settings):
+    """Write a text at `position` of the Example, and the positions that may be targets to candidates[count:].
 
-    Args: candidates: the number of positions there before. Returns: the number after.
+    Returns: their number with those before.
     """
-    for i in range(first, end):
-        at = position + i - first
+    for i in range(len(text)):
+        at = position + i
         put(row, offset + at, text[i], at, order)
         row[SEGMENT_IDS, offset + at] = segment
-        scratch[FREE, candidates] = at  # overwritten unless the next line counts it
-        candidates += text[i] != settings.eos
-    return candidates
+        candidates[count] = at  # overwritten unless the next line counts it
+        count += text[i] != settings.eos
+    return count
 
 
 @compiled
-def _write_separator(row, offset, position, token, segment, scratch, separators):
-    """Write SEP or CLS at `position` of the Example, and the position to scratch[ENDS]. Returns the number there."""
+def _write_separator(row, offset, position, token, segment, separators, count):
+    """Write SEP or CLS at `position` of the Example, and the position to separators[count]. Returns count + 1."""
     put(row, offset + position, token, position, 0)
     row[SEGMENT_IDS, offset + position] = segment
-    scratch[ENDS, separators] = position
-    return separators + 1
+    separators[count] = position
+    return count + 1
 
 
 @compiled
 def _write_queries(row, offset, query, order, targets, separators, rng, scratch, settings):
     """Draw the order of a section's targets and separators, and write the queries of the targets.
 
-    Their positions are in scratch[POSITIONS, :targets] and scratch[ENDS, :separators].
+    Args: targets, separators: the numbers of those in the scratch.
     """
     for i in range(targets + separators):
-        scratch[STARTS, i] = i + 1
-    shuffle(rng, scratch[STARTS], targets + separators)
+        scratch.ranks[i] = i + 1
+    shuffle(rng, scratch.ranks, targets + separators)
     for i in range(separators):
         # Separators have a rank in the order like targets, but are never predicted.
-        row[ORD, offset + scratch[ENDS, i]] = order + scratch[STARTS, targets + i]
+        row[ORD, offset + scratch.separators[i]] = order + scratch.ranks[targets + i]
     for i in range(targets):
-        position = scratch[POSITIONS, i]
-        rank = order + scratch[STARTS, i]
+        position = scratch.targets[i]
+        rank = order + scratch.ranks[i]
         row[ORD, offset + position] = rank
         # Queries are further tokens of the row: a negative order sees what is before its rank and is seen by
         # nobody, so that one attention serves contents and queries.
@@ -222,41 +218,55 @@ def _write_queries(row, offset, query, order, targets, separators, rng, scratch,
 
 
 @inlined
-def _fill_chunk(row, offset, document, text, start, pair, goal, rng, scratch, length_table, settings):
-    """Write the Example of a chunk with at most `goal` targets at `offset`. Returns its end."""
-    second, memory = pair[B_END] - pair[B], pair[A] - start
+def _fill_chunk(row, offset, document, tokens, start, pair, goal, tables, settings):
+    """Write the Example of a chunk with at most `goal` targets at `offset`. Returns its end.
+
+    Args: tokens: the text of the batch. start: where the chunk begins there.
+    """
+    rng, scratch = tables.rng, tables.scratch
+    second, memory = pair.b_end - pair.b_start, pair.a_start - start
+    length = pair.length
     # The memory of the following tokens, which block_position_ids names for the model.
-    copy_range(row, TOKENS, offset, offset + memory, text, start)
-    count_up(row, POSITION_IDS, offset, offset + memory, 0)
-    set_range(row, BLOCK_POSITION_IDS, offset, offset + memory, 1)
-    query = offset + memory + pair[A_END] - pair[A] + second + (3 if second > 0 else 2)
+    copy_range(row[TOKENS], offset, offset + memory, tokens, start)
+    count_up(row[POSITION_IDS], offset, offset + memory, 0)
+    set_range(row[BLOCK_POSITION_IDS], offset, offset + memory, 1)
+    query = offset + memory + pair.a_end - pair.a_start + second + (3 if second > 0 else 2)
     # A memory has order 0 alone: it sees nothing that follows it.
-    position, done, order, first = memory, 0, min(memory, 1), pair[A]
+    position, done, order, first = memory, 0, min(memory, 1), pair.a_start
     for section in range(settings.orders):
         is_last = section == settings.orders - 1
-        end = pair[A_END] if is_last else pair[A] + pair[LENGTH] * (section + 1) // settings.orders
-        candidates = _write_text(row, offset, position, text, first, end, order, 0, scratch, 0, settings)
+        end = pair.a_end if is_last else pair.a_start + length * (section + 1) // settings.orders
+        text = tokens[first:end]
+        candidates = _write_text(row, offset, position, text, order, 0, scratch.candidates, 0, settings)
         position += end - first
         first = end
         separators = 0
         if is_last:
-            separators = _write_separator(row, offset, position, settings.sep, 0, scratch, separators)
+            separators = _write_separator(
+                row, offset, position, settings.sep, 0, scratch.separators, separators
+            )
             position += 1
             if second > 0:
+                text = tokens[pair.b_start : pair.b_end]
                 candidates = _write_text(
-                    row, offset, position, text, pair[B], pair[B_END], order, 1, scratch, candidates, settings
+                    row, offset, position, text, order, 1, scratch.candidates, candidates, settings
                 )
                 position += second
-                separators = _write_separator(row, offset, position, settings.sep, 1, scratch, separators)
+                separators = _write_separator(
+                    row, offset, position, settings.sep, 1, scratch.separators, separators
+                )
                 position += 1
-            separators = _write_separator(row, offset, position, settings.cls, 2, scratch, separators)
+            separators = _write_separator(
+                row, offset, position, settings.cls, 2, scratch.separators, separators
+            )
         # Rounded up of what is left, so that the sections together have exactly `goal` targets.
         section_goal = (goal * (section + 1) + settings.orders - 1) // settings.orders - done
-        _draw_targets(rng, scratch, candidates, min(section_goal, candidates), length_table, settings)
+        section_goal = min(section_goal, candidates)
+        _draw_targets(scratch.taken, candidates, section_goal, rng, tables.length_table, settings)
         targets = 0
         for i in range(candidates):
-            if scratch[TAKEN, i]:
-                scratch[POSITIONS, targets] = scratch[FREE, i]
+            if scratch.taken[i]:
+                scratch.targets[targets] = scratch.candidates[i]
                 targets += 1
         _write_queries(row, offset, query, order, targets, separators, rng, scratch, settings)
         query += targets
@@ -267,16 +277,19 @@ def _fill_chunk(row, offset, document, text, start, pair, goal, rng, scratch, le
 
 
 @inlined
-def _plan_pairs(pairs, text, lengths, start, sample, first_chunk, rng, scratch, sentence_end, settings):
+def _plan_pairs(pairs, chunks, first_chunk, count, start, sample, tables, settings):
     """Cut every chunk of a sample into its memory and A, and the last section of A in two.
 
+    Args: first_chunk, count: of the sample. start: where its text begins.
     Returns: the number of targets that fit their row.
     """
+    rng = tables.rng
     # One target that each chunk has in any case, and what growth leaves each.
-    max_targets = len(lengths)
-    for number in range(len(lengths)):
-        max_targets += np.int64(settings.growth * lengths[number] + 1e-9) - lengths[number]
-        length = length_in_row(text, start, lengths[number], settings)
+    max_targets = count
+    for number in range(count):
+        whole_length = chunks.lengths[first_chunk + number]
+        max_targets += np.int64(settings.growth * whole_length + 1e-9) - whole_length
+        length = length_in_row(chunks.tokens[start : start + whole_length], settings)
         end = start + length
         # At most half of a text goes without targets. The memory is of the sample's own text, so that samples
         # stay functions of their numbers; the step before is not needed.
@@ -286,46 +299,48 @@ def _plan_pairs(pairs, text, lengths, start, sample, first_chunk, rng, scratch, 
         first = end - length + length * (settings.orders - 1) // settings.orders
         split = end
         pair = pairs[number]
-        pair[WRONG] = False
+        pair.is_wrong = False
         if settings.two_texts and end - first > 1:
-            seed_rng(rng, settings.key, sample, first_chunk + number, 0)
-            split = first + split_point(rng, scratch, text, first, end - first, sentence_end)
-            pair[WRONG] = chance(rng, settings.wrong_below)
-        pair[LENGTH] = length
-        pair[A], pair[A_END], pair[B], pair[B_END] = end - length, split, split, end
-        start += lengths[number]
-    exchange_second_texts(pairs, len(lengths))
+            seed_rng(rng, settings.key, sample, chunks.first_document + number, 0)
+            last_section = chunks.tokens[first:end]
+            split = first + split_point(rng, tables.scratch.positions, last_section, tables.sentence_end)
+            pair.is_wrong = chance(rng, settings.wrong_below)
+        pair.length = length
+        pair.a_start, pair.a_end, pair.b_start, pair.b_end = end - length, split, split, end
+        start += whole_length
+    exchange_second_texts(pairs, count)
     return max_targets
 
 
+@inlined
+def _with_scratch(tables):
+    """As in compiled.py, with an XlnetScratch."""
+    length_table, rng, lines, sentence_end = tables
+    scratch = XlnetScratch(lines[0], lines[1], lines[2], lines[3], lines[4], lines[5])
+    return Tables(length_table, rng, scratch, sentence_end)
+
+
 @entry_point
-def _fill_rows(batch, chunks, tables, pairs, sentence_end, record):
-    text, _, chunk_lengths, chunks_per_sample, sample_indices, first_chunk = chunks
-    length_table, rng, scratch = tables
-    settings = record[0]
-    chunk, start = 0, 0
+def _fill_rows(batch, chunks, tables, pairs, record):
+    settings, chunks, tables = record[0], Chunks(*chunks), _with_scratch(tables)
+    first_chunk, start = 0, 0  # of the sample, and where its text begins
     for i in range(len(batch)):
-        row, offset, sample = batch[i], 0, sample_indices[i]
+        row, offset, sample, count = batch[i], 0, chunks.samples[i], chunks.counts[i]
         begin_row(row, settings.pad)
-        lengths = chunk_lengths[chunk : chunk + chunks_per_sample[i]]
-        max_targets = _plan_pairs(
-            pairs, text, lengths, start, sample, first_chunk, rng, scratch, sentence_end, settings
-        )
-        for number in range(len(lengths)):
-            pair, document = pairs[number], first_chunk + number
-            length = pair[A_END] - pair[A] + pair[B_END] - pair[B]
+        max_targets = _plan_pairs(pairs, chunks, first_chunk, count, start, sample, tables, settings)
+        for number in range(count):
+            pair, document = pairs[number], chunks.first_document + number
+            length = pair.a_end - pair.a_start + pair.b_end - pair.b_start
             # The bound is of the chunks as they were cut, and B may be a longer one's: each later chunk keeps a target.
-            goal = min(
-                max(1, length // settings.tokens_per_target), max_targets - (len(lengths) - number - 1)
-            )
+            goal = min(max(1, length // settings.tokens_per_target), max_targets - (count - number - 1))
             max_targets -= goal
             if length > 0:
-                seed_rng(rng, settings.key, sample, document, 1)
+                seed_rng(tables.rng, settings.key, sample, document, 1)
                 offset = _fill_chunk(
-                    row, offset, document, text, start, pair, goal, rng, scratch, length_table, settings
+                    row, offset, document, chunks.tokens, start, pair, goal, tables, settings
                 )
-            start += lengths[number]
-        chunk += len(lengths)
+            start += chunks.lengths[first_chunk + number]
+        first_chunk += count
 
 
 @register
@@ -335,6 +350,7 @@ class Xlnet(PairedRows):
     losses = (Loss("permutation", 20),)
     text_format = TextFormat("bert")
     entry = staticmethod(_fill_rows)
+    scratch_type = XlnetScratch
     ends_with_sep = True
 
     def values(self) -> dict[str, Any]:

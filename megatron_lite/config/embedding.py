@@ -51,6 +51,10 @@ class EmbeddingConfig:
             "tokens; set pooling to mean, or include_prompt to true.",
         )
 
+    def pooling_of(self, is_causal: bool) -> str:
+        """`pooling`, chosen where it is auto. Args: is_causal: texts are read from left to right."""
+        return self.pooling if self.pooling != "auto" else "last" if is_causal else "mean"
+
     def prompt_text(self, name: str | None) -> str:
         """The text of a prompt. Args: name: None or "": no prompt. Raises: ConfigError for an unknown name."""
         check(

@@ -59,8 +59,7 @@ class TextFormat:
         model, objectives = run.config.model, run.config.objective_choices
         input_format = choose_input_format("auto", objectives, model.decoder_layers > 0)
         self._is_causal = input_format.name == "causal"
-        if config.pooling == "auto":
-            config = replace(config, pooling="last" if self._is_causal else "mean")
+        config = replace(config, pooling=config.pooling_of(self._is_causal))
         check(
             config.pooling != "cls" or not self._is_causal,
             f"embedding.pooling is cls, but {run.checkpoint.path} reads from left to right, so that the first token "

@@ -30,6 +30,8 @@ from megatron_lite.config.tree import Config
 from megatron_lite.engine.deepspeed_engines import quiet_deepspeed
 from megatron_lite.engine.engine import Engine, StepResult
 from megatron_lite.engine.parameter_groups import SHARED_BY_STAGES
+from megatron_lite.engine.vector_loss import vector_sums
+from megatron_lite.parallel.collectives import gather_tokens
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.transformer.attention_backends.interface import EncoderDecoderPlan
 from megatron_lite.transformer.batch import Batch
@@ -57,8 +59,10 @@ from megatron_lite.transformer.lm_head import Heads
 from megatron_lite.transformer.loss import ChunkedLogits, loss_logits, sum_losses
 from megatron_lite.transformer.micro_batch import MicroBatch
 from megatron_lite.transformer.norms import final_layernorm
+from megatron_lite.transformer.pairs import PairBatch, PairInputs
+from megatron_lite.transformer.pooling import pool
 from megatron_lite.transformer.position_bias import Table, relative_tables
-from megatron_lite.transformer.residual import Hidden, Residual, materialize
+from megatron_lite.transformer.residual import Hidden, materialize
 from megatron_lite.transformer.tensor_parallel import TensorParallel, VocabParallelEmbedding
 
 _HeadOutputs = tuple[torch.Tensor, torch.Tensor]  # the vectors that predict tokens, class logits
@@ -189,12 +193,17 @@ class _Readout(nn.Module):
         self.final_layernorm = final_layernorm(config)
         self.heads = Heads(config, parallel, loss_rows)
 
-    def forward(self, x: Hidden | _TwoStacks, inputs: _Inputs) -> tuple[Heads, *_HeadOutputs]:
+    def forward(self, x: Hidden | _TwoStacks, inputs: _Inputs) -> tuple[Heads, *_HeadOutputs] | torch.Tensor:
+        """Of pairs of texts their vectors, fp32 [G, D]."""
         if inputs.stack_contexts is None:
             hidden, context = materialize(cast(Hidden, x)), inputs.context
         else:
             _, hidden = cast(_TwoStacks, x)  # only the decoder's tokens have predictions
             _, context = inputs.stack_contexts
+        if isinstance(pairs := inputs.micro_batch.extra_inputs, PairInputs):
+            parallel = inputs.parallel
+            hidden = gather_tokens(hidden, parallel.group) if parallel.sequence_parallel else hidden
+            return pool(self.final_layernorm(hidden), pairs)
         positions = inputs.micro_batch.loss_positions
         return self.heads, *self.heads(hidden, positions, self.final_layernorm, context.dropout)
 
@@ -268,11 +277,20 @@ class _Stages(PipelineModule):
                 self.used_tables[name] = table
         self.fill([])
 
-    def fill(self, micro_batches: Iterable[MicroBatch], scale: float = 1.0) -> None:
+    def fill(
+        self,
+        micro_batches: Iterable[MicroBatch],
+        scale: float = 1.0,
+        gradients: Sequence[torch.Tensor] | None = None,
+    ) -> None:
         """The micro-batches that are computed next, on the host; `objective_sums` begins at zero.
 
-        Args: scale: multiplies their losses, in addition to the factor of each.
+        Args:
+            scale: multiplies their losses, in addition to the factor of each.
+            gradients: of pairs, for the vectors of each on the last stage; None: the vectors are kept, without a loss.
         """
+        self.vectors: list[torch.Tensor] = []
+        self.gradients = None if gradients is None else iter(gradients)
         self.waiting = ((micro_batch, micro_batch.loss_factor * scale) for micro_batch in micro_batches)
         self.objective_sums = torch.zeros(self.num_losses, 3, dtype=torch.float64, device=self.device)
 
@@ -282,9 +300,15 @@ class _Stages(PipelineModule):
         inputs = _Inputs.of(micro_batch.to(self.device), self.config, self.parallel, self.used_tables)
         has_two = inputs.stack_contexts is not None and self._local_start >= _FIRST_BLOCK
         x: Any = inputs.split(hidden) if has_two else hidden
-        for layer in self.forward_funcs:
+        is_last = self._local_stop == len(self._layer_specs)
+        has_vectors = is_last and isinstance(micro_batch.extra_inputs, PairInputs)
+        for layer in (
+            self.forward_funcs[:-1] if has_vectors else self.forward_funcs
+        ):  # texts predict no tokens
             x = layer(x, inputs)
-        if self._local_stop == len(self._layer_specs):
+        if has_vectors:
+            return self._vector_loss(x) * loss_factor
+        if is_last:
             return self.sum_losses(x, inputs.micro_batch) * loss_factor
         # DeepSpeed sends one tensor of one shape.
         return torch.cat(x) if isinstance(x, tuple) else materialize(x)
@@ -302,6 +326,13 @@ class _Stages(PipelineModule):
         )
         self.objective_sums[:, : per_objective.shape[1]] += per_objective
         return loss_sum
+
+    def _vector_loss(self, vectors: torch.Tensor) -> torch.Tensor:
+        """A number whose gradient is that of the loss; in a first pass, which needs none, 0."""
+        if self.gradients is None:
+            self.vectors.append(vectors)
+            return vectors.sum() * 0.0
+        return (vectors * next(self.gradients)).sum()
 
     def get_tied_weights_and_groups(self) -> list[Any]:
         """Nothing that DeepSpeed sums: a gradient that still waits for its bucket would be summed twice."""
@@ -354,21 +385,49 @@ class PipelineEngine(Engine):
 
     def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
         self._begin_step(len(micro_batches), lr)
+        of_pairs, gradients = self._vector_pass(micro_batches)
         per_pass = self._engine.train_micro_batch_size_per_gpu() * self._engine.dp_world_size
         # Its number of micro-batches follows from the batch size, which a ramp changes between steps.
         self._engine.set_train_batch_size(len(micro_batches) * per_pass)
         scale = len(micro_batches) * self._zero.loss_factor  # DeepSpeed divides by their number
-        self._stages.fill(micro_batches, scale)
+        self._stages.fill(micro_batches, scale, gradients)
         # All at once: a stage has no call between its layers where it could wait for each.
         self._zero.wait_for_weights()
         self._engine.train_batch(self._nothing())
-        return self._result(self._stages.objective_sums)
+        return self._result(self._stages.objective_sums + of_pairs)
+
+    def _vector_pass(self, micro_batches: Sequence[MicroBatch]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The losses of pairs, fp64 [losses, 3], and the gradients of their vectors on the last stage."""
+        stages, gradients = self._stages, list[torch.Tensor]()
+        sums = torch.zeros_like(stages.objective_sums)
+        if isinstance(micro_batches[0].extra_inputs, PairInputs):
+            self._evaluate(micro_batches)
+            if stages.vectors:
+                sums[:, :2], gradients = vector_sums(
+                    stages.vectors,
+                    micro_batches,
+                    self._config,
+                    self._step,
+                    self.context.dp,
+                    stages.num_losses,
+                )
+        return sums, gradients
 
     def evaluate(self, batches: Sequence[Batch]) -> torch.Tensor:
-        self._stages.fill(self.prepared(batch, None) for batch in batches)
+        pairs = [batch for batch in batches if isinstance(batch, PairBatch)]
+        texts = [self.prepared(batch, None) for batch in batches if not isinstance(batch, PairBatch)]
+        sums = torch.zeros_like(self._stages.objective_sums)
+        for _, records in itertools.groupby(pairs, lambda batch: batch.records.first_sample):
+            sums += self._vector_pass([self.prepared(batch, None) for batch in records])[0]
+        if texts:
+            self._evaluate(texts)
+            sums += self._stages.objective_sums
+        return sums
+
+    def _evaluate(self, micro_batches: Sequence[MicroBatch]) -> None:
+        self._stages.fill(micro_batches)
         self._zero.wait_for_weights()
-        self._engine.eval_batch(self._nothing(), num_micro_batches=len(batches))
-        return self._stages.objective_sums
+        self._engine.eval_batch(self._nothing(), num_micro_batches=len(micro_batches))
 
     def _nothing(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Placeholders for DeepSpeed's inputs and labels of each micro-batch: the stages get theirs elsewhere."""

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import Engine, StepResult
+from megatron_lite.engine.vector_loss import vector_sums
 from megatron_lite.optim.lr_multipliers import LrMultipliers
 from megatron_lite.parallel.context import Mpu, ParallelContext
 from megatron_lite.transformer.batch import Batch
 from megatron_lite.transformer.build import build_model
 from megatron_lite.transformer.micro_batch import MicroBatch
+from megatron_lite.transformer.pairs import PairInputs
 from megatron_lite.transformer.task_batch import TaskBatch
 from megatron_lite.transformer.tensor_parallel import TensorParallel
 from megatron_lite.transformer.transformer import Transformer
+
+_MicroBatchLoss = tuple[MicroBatch, torch.Tensor, torch.Tensor]  # loss sum, and sum and weight of each loss
 
 
 class PlainEngine(Engine):
@@ -57,27 +61,63 @@ class PlainEngine(Engine):
         """
         self._begin_step(len(micro_batches), lr)  # learning rates, empty buckets
         objective_sums = self._zero_sums()
-        for number, micro_batch in enumerate(micro_batches, start=1):
+        has_pairs = isinstance(micro_batches[0].extra_inputs, PairInputs)
+        losses = (self._vector_losses if has_pairs else self._losses)(micro_batches)
+        for number, (micro_batch, loss_sum, sums) in enumerate(losses, start=1):
             # Said, not counted by DeepSpeed: a batch ramp changes the number of micro-batches.
             self._engine.set_gradient_accumulation_boundary(number == len(micro_batches))
-            batch = micro_batch.to(self.context.device, self._buffer_for(micro_batch))
-            loss_sum, per_objective = self._engine(batch)
             # The normaliser's factor, and the loss scale of fp16.
             loss = loss_sum * (micro_batch.loss_factor * self._zero.loss_factor)
             # The loss has its factor already; DeepSpeed would divide by its own count of micro-batches.
             self._engine.backward(loss, scale_wrt_gas=False)
-            objective_sums[:, : per_objective.shape[1]] += per_objective
+            objective_sums[:, : sums.shape[1]] += sums
         self._engine.step()
         return self._result(objective_sums)
+
+    def _losses(self, micro_batches: Sequence[MicroBatch]) -> Iterator[_MicroBatchLoss]:
+        for micro_batch in micro_batches:
+            yield micro_batch, *self._engine(self._on_device(micro_batch))
+
+    def _vector_losses(self, micro_batches: Sequence[MicroBatch]) -> Iterator[_MicroBatchLoss]:
+        """As `_losses`, of batches of pairs: the product of vectors and their gradients has the loss's gradient."""
+        is_only = (
+            len(micro_batches) == 1
+        )  # then the graph of the first pass is all there is, and serves the second
+        with torch.set_grad_enabled(is_only):
+            vectors = [self._engine(self._on_device(micro_batch))[0] for micro_batch in micro_batches]
+        sums, gradients = self._vector_sums(vectors, micro_batches)
+        for micro_batch, gradient in zip(micro_batches, gradients, strict=True):
+            again = vectors[0] if is_only else self._engine(self._on_device(micro_batch))[0]
+            yield micro_batch, (again * gradient).sum(), sums
+            sums = torch.zeros_like(sums)
+
+    def _vector_sums(
+        self, vectors: Sequence[torch.Tensor], micro_batches: Sequence[MicroBatch]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        return vector_sums(
+            vectors, micro_batches, self._config, self._step, self.context.dp, self._model.num_losses
+        )
+
+    def _on_device(self, micro_batch: MicroBatch) -> MicroBatch:
+        return micro_batch.to(self.context.device, self._buffer_for(micro_batch))
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> torch.Tensor:
         sums = self._zero_sums()
+        pairs: dict[int, list[tuple[torch.Tensor, MicroBatch]]] = {}  # of each global batch of pairs
         self._model.begin_evaluation()
         try:
             for batch in batches:
-                # Evaluation has no z-loss, so its third column stays 0.
-                sums[:, :2] += self._model(self._input(batch, None))[1]
+                micro_batch = self.prepared(batch, None)
+                output, per_objective = self._model(micro_batch.to(self.context.device))
+                if isinstance(micro_batch.extra_inputs, PairInputs):
+                    records = id(micro_batch.extra_inputs.records)
+                    pairs.setdefault(records, []).append((output, micro_batch))
+                else:
+                    # Evaluation has no z-loss, so its third column stays 0.
+                    sums[:, :2] += per_objective
+            for outputs in pairs.values():
+                sums[:, :2] += self._vector_sums(*zip(*outputs, strict=True))[0]
         finally:
             self._model.end_evaluation()
         return sums

@@ -100,7 +100,8 @@ def finish(work: dist.Work | None) -> None:
         work.wait()
 
 
-def _all_gather(x: torch.Tensor, group: Group) -> torch.Tensor:
+def all_gather(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """[T/size, ...] of each rank -> [T, ...], outside autograd."""
     out, work = start_all_gather(x, group)
     finish(work)
     return out
@@ -139,7 +140,7 @@ class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):  # type: ignore[no-untyped-def]
         ctx.group = group
-        return _all_gather(x, group)
+        return all_gather(x, group)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
@@ -155,7 +156,7 @@ class _ReduceScatterTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return _all_gather(grad, ctx.group), None
+        return all_gather(grad, ctx.group), None
 
 
 def copy_to_group(x: torch.Tensor, group: Group) -> torch.Tensor:

@@ -12,10 +12,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from data_utils.objectives.own_corpora import TEXT_PAIRS
 from megatron_lite.config.tree import Config
 from megatron_lite.transformer.batch import Samples
 from megatron_lite.transformer.flops import shapes_of, step_flops, trained_count
 from megatron_lite.transformer.init import initialize_parameters
+from megatron_lite.transformer.pairs import PairSamples
 from megatron_lite.transformer.tensor_parallel import TensorParallel
 from megatron_lite.transformer.trained_model import TrainedModel
 from megatron_lite.transformer.transformer import Transformer
@@ -84,7 +86,10 @@ class ModelSpec:
 
     def samples(self, config: Config, loader: Any, purpose: str) -> Samples:
         """The samples of a loader, or of a task, as the model reads them. Args: purpose: "train" or "validation"."""
-        return loader
+        if config.sample_unit == 1:
+            return loader
+        section = next(c.section for c in config.objective_choices if c.section.own_corpora == TEXT_PAIRS)
+        return PairSamples(loader, section, config.embedding)
 
     def task_batches(self, config: Config) -> Callable[[Any], Any]:
         """The function that makes a TaskBatch one that the model reads."""

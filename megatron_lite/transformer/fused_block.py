@@ -11,7 +11,7 @@ Shapes: T tokens, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -153,7 +153,7 @@ class BlockConstants(NamedTuple):
     """
 
     block: FusedParameters
-    x_bias: nn.Parameter | None  # that x lacks: of the block before
+    x_bias: torch.Tensor | None  # that x lacks: of the block before
     x_dropout: FeatureDropout | tuple[None, int, float]  # or NO_DROPOUT
     attended_dropout: FeatureDropout | tuple[None, int, float]
     attention_p: float  # probability of dropout
@@ -187,9 +187,8 @@ class _PartialSums(NamedTuple):
     """Sums over tokens that a kernel has left to be finished."""
 
     sums: torch.Tensor  # fp32 [P, ..]
-    parameters: tuple[
-        nn.Parameter | None, ...
-    ]  # whose gradients they are, side by side; None = there is none
+    # Whose gradients they are, side by side; None = there is none.
+    parameters: tuple[torch.Tensor | None, ...]
 
 
 class FusedBlock(torch.autograd.Function):
@@ -238,7 +237,7 @@ class FusedBlock(torch.autograd.Function):
         finished = finish_sums_kernel([each.sums for each in sums], block.mlp_norm.weight)
         gradients = finished.split([parameter.shape[0] for parameter in parameters])
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            block.accumulate(parameter, gradient)
+            block.accumulate(cast(nn.Parameter, parameter), gradient)
         return d_hidden, d_x if ctx.has_x else None, None
 
 
@@ -305,6 +304,7 @@ def _attention_backward(
             qkv_sums = d_qkv.sum(0, dtype=torch.float32, keepdim=True)
         sums.append(_PartialSums(qkv_sums, (block.qkv.bias,)))
     if forward.heads is not None:
+        assert scale_sums is not None
         sums.append(_PartialSums(scale_sums, (block.transform.query_scale, block.transform.key_scale)))
     d_normed = torch.mm(d_qkv, block.qkv.weight)
     block.qkv.accumulate(d_qkv, forward.normed)

@@ -88,6 +88,8 @@ class TextBatch(Batch):
 def pool(hidden: torch.Tensor, tokens: PooledTokens) -> torch.Tensor:
     """The mean of each document's pooled tokens, [T, D] -> fp32 [G, D]; 0 for a document without one."""
     chosen = hidden.index_select(0, tokens.positions).float()
+    if not len(tokens.counts):
+        return chosen  # which torch's sum of no segments refuses
     # Not `index_add`, whose order of addition differs from run to run on a GPU.
     sums = torch.segment_reduce(chosen, "sum", lengths=tokens.counts.long(), axis=0)
     return sums / tokens.counts.clamp(min=1)[:, None]

@@ -42,6 +42,7 @@ from megatron_lite.transformer.lm_head import Heads
 from megatron_lite.transformer.loss import ChunkedLogits, loss_logits, prediction_losses, sum_losses
 from megatron_lite.transformer.micro_batch import MicroBatch
 from megatron_lite.transformer.norms import LayerNorm, RMSNorm, final_layernorm
+from megatron_lite.transformer.pairs import PairInputs
 from megatron_lite.transformer.pooling import pool
 from megatron_lite.transformer.position_bias import Table, relative_tables
 from megatron_lite.transformer.predictions import task_outputs, token_scores
@@ -253,7 +254,11 @@ class Transformer(TrainedModel):
         Both are equal on all tensor-parallel ranks. The loss of a task is the last of the objectives.
 
         Args: predict: return the predictions of a task instead, see `_predictions`.
+        For pairs of texts the vectors, fp32 [G, D], and an empty tensor: their loss is the engine's (vector_loss.py).
         """
+        if isinstance(batch.extra_inputs, PairInputs):
+            vectors = self.text_vectors(batch)
+            return vectors, vectors.new_empty(0)
         if predict:
             return self._predictions(batch)
         if batch.extra_inputs is None:

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import yaml
-from support.commands import assert_refused, forked
+from support.commands import forked
 from support.configs import TINY
 from support.project import ROOT
 
@@ -71,11 +71,10 @@ def test_a_preset_needs_what_it_says(name):
         assert steps * found.step_ms / 60e3 == pytest.approx(minutes, rel=0.06)
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_dry_run_takes_a_name_from_any_directory(name, tmp_path):
-    vocabulary = f"model.vocab_size={PRESETS[name][3]}"
-    done = forked("pretrain_glm.py", "--config", name, vocabulary, "--dry-run", 1, cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "") and f"{PRESETS[name][4]:,}" in done.stdout
+def test_a_dry_run_takes_a_name_from_any_directory(tmp_path):
+    vocabulary = f"model.vocab_size={PRESETS['small'][3]}"
+    done = forked("pretrain_glm.py", "--config", "small", vocabulary, "--dry-run", 1, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "") and f"{PRESETS['small'][4]:,}" in done.stdout
 
 
 def test_what_is_at_the_path_comes_before_a_name(tmp_path, monkeypatch):
@@ -112,10 +111,6 @@ def test_a_wrong_name_shows_the_nearest(folder, wrong, near, tmp_path, monkeypat
         load_yaml(wrong, folder)
     assert f"configs/{folder}" in str(caught.value) and len(str(caught.value)) < 400
     assert not near or f"such as {near}" in str(caught.value)
-
-
-def test_a_wrong_name_is_one_line_of_the_command(tmp_path):
-    assert_refused(forked("pretrain_glm.py", "--config", "smal", cwd=tmp_path), "small")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)

@@ -22,10 +22,3 @@ def test_a_ramp_is_megatrons_rule_in_whole_steps(size, start, by, samples):
             assert batch_size == start + consumed * growths // samples * by < size
             consumed += batch_size
     assert consumed >= samples
-
-
-def test_the_ramp_of_glm_130b():
-    found = sizes(4224, 192, 24, 5_493_164)
-    assert found[:3] == [(171, 192), (151, 216), (137, 240)]
-    assert len(found) == 168 and sum(steps for steps, _ in found) == 4296
-    assert sum(steps * size for steps, size in found) == 5_494_584

@@ -7,7 +7,6 @@ from dataclasses import fields
 
 import pytest
 import yaml
-from megatron_lite.hf.files.recipe import read_recipe
 from support.configs import TINY
 
 from data_utils.common.errors import CheckpointError, ConfigError
@@ -16,6 +15,7 @@ from megatron_lite.checkpoint.trainer_state import TrainerState
 from megatron_lite.config.task_head import TaskHeadConfig
 from megatron_lite.config.tree import Config, load_config
 from megatron_lite.finetune.setup import load_tree
+from megatron_lite.hf.common.recipe import read_recipe
 
 HEAD = {
     "type": "classes", "classes": 3, "heads": [], "pooler": True, "pooler_kind": "gelu", "mix": True, "pool": "token",

@@ -308,7 +308,8 @@ def score_of(task, directory, score):
     return evaluations.little_learnt(metrics, results)
 
 
-RECALL = ["task.kind=seq2seq", "task.target_length=4", "task.reader=synthetic", "task.train=recall:pairs=2,samples=64,seed=1",
+RECALL = ["task.kind=seq2seq", "task.target_length=4", "task.reader=synthetic",
+    "task.train=recall:pairs=2,samples=64,seed=1",
     "task.validation=['recall:pairs=2,samples=100,seed=2']", "task.labels=[]"]  # fmt: skip
 
 

@@ -172,8 +172,8 @@ LOSSES = (
     Plant(
         "labels of causal language modelling one place late",
         "data_utils/objectives/causal.py",
-        "predict_range(row, offset, end, text, start)",
-        "predict_range(row, offset, end - 1, text, start + 1)",
+        "predict_range(row, offset, end, text, 0)",
+        "predict_range(row, offset, end - 1, text, 1)",
         (f"{RECIPES}::test_the_text_can_be_rebuilt[causal]",),
         "huggingface/transformers#47394",
     ),
@@ -236,8 +236,8 @@ DROPOUT = (
     Plant(
         "masks drawn by the place in the batch, not by the sample",
         "data_utils/objectives/compiled.py",
-        "seed_rng(rng, settings.key, sample_indices[i], number, 0)",
-        "seed_rng(rng, settings.key, i, number, 0)",
+        "seed_rng(tables.rng, settings.key, chunks.samples[i], document, 0)",
+        "seed_rng(tables.rng, settings.key, i, document, 0)",
         (f"{RECIPES}::test_a_sample_is_the_same_in_any_batch_and_differs_by_number_and_seed[t5]",),
         "pytorch/pytorch#5059",
     ),
@@ -350,37 +350,37 @@ ROWS = (
     Plant(
         "positions not restarted in each document of a row",
         "data_utils/objectives/causal.py",
-        "count_up(row, POSITION_IDS, offset, end, 0)",
-        "count_up(row, POSITION_IDS, offset, end, offset)",
+        "count_up(row[POSITION_IDS], offset, end, 0)",
+        "count_up(row[POSITION_IDS], offset, end, offset)",
         (f"{RECIPES}::test_the_text_can_be_rebuilt[causal]",),
         "huggingface/nanoVLM#204",
     ),
     Plant(
         "positions begin with 1",
         "data_utils/objectives/causal.py",
-        "count_up(row, POSITION_IDS, offset, end, 0)",
-        "count_up(row, POSITION_IDS, offset, end, 1)",
+        "count_up(row[POSITION_IDS], offset, end, 0)",
+        "count_up(row[POSITION_IDS], offset, end, 1)",
         (f"{RECIPES}::test_the_text_can_be_rebuilt[causal]",),
     ),
     Plant(
         "positions within a span begin with 0",
         WRITE,
-        "count_up(row, BLOCK_POSITION_IDS, at, end, 1)",
-        "count_up(row, BLOCK_POSITION_IDS, at, end, 0)",
+        "count_up(row[BLOCK_POSITION_IDS], at, end, 1)",
+        "count_up(row[BLOCK_POSITION_IDS], at, end, 0)",
         ("tests/data/objectives/test_blank_infilling.py::test_worked_example_of_two_spans",),
     ),
     Plant(
         "positions within spans count on from span to span",
         WRITE,
-        "count_up(row, BLOCK_POSITION_IDS, at, end, 1)",
-        "count_up(row, BLOCK_POSITION_IDS, at, end, at - part_b + 1)",
+        "count_up(row[BLOCK_POSITION_IDS], at, end, 1)",
+        "count_up(row[BLOCK_POSITION_IDS], at, end, at - part_b + 1)",
         ("tests/data/objectives/test_blank_infilling.py::test_worked_example_of_two_spans",),
     ),
     Plant(
         "position of a span is that of the token after its mask",
         WRITE,
-        "scratch[MASK_AT, i] = at - offset\n",
-        "scratch[MASK_AT, i] = at - offset + 1\n",
+        "scratch.mask_at[i] = at - offset\n",
+        "scratch.mask_at[i] = at - offset + 1\n",
         ("tests/data/objectives/test_blank_infilling.py::test_worked_example_of_two_spans",),
     ),
     Plant(
@@ -578,7 +578,31 @@ LORA = (
     ),
 )
 
+PROCESSES = (
+    Plant(
+        "a second start goes on in the directory of a run that trains",
+        "megatron_lite/runtime/lease.py",
+        "    if locked is False:\n        raise LeaseError",
+        "    if False:\n        raise LeaseError",
+        ("tests/train/test_lease.py::test_a_killed_holder_does_not_keep_the_lease",),
+    ),
+    Plant(
+        "a holder on another machine counts as dead because its lock is not seen",
+        "megatron_lite/runtime/lease.py",
+        "locked = False if _is_renewed(path, descriptor) else _lock(descriptor)",
+        "locked = _lock(descriptor)",
+        ("tests/train/test_lease.py::test_a_living_holder_on_another_machine_is_seen_by_its_renewals",),
+    ),
+    Plant(
+        "the rank that has died is not named",
+        "megatron_lite/runtime/watchdog.py",
+        "if beat.section != Section.EXIT and beat.process_has_died]",
+        "if False]",
+        ("tests/train/test_watchdog.py::test_a_rank_that_is_killed_is_named",),
+    ),
+)
+
 PLANTS = (
     *GRADIENTS, *LOSSES, *DROPOUT, *SAMPLES, *ROWS, *WINDOWS, *WIDTHS, *INSIDE, *OBJECTIVES, *STREAMS, *ELECTRA,
-    *KERNELS, *POSITIONS, *LORA, *EMBEDDINGS,
+    *KERNELS, *POSITIONS, *LORA, *PROCESSES, *EMBEDDINGS,
 )  # fmt: skip

@@ -25,8 +25,8 @@ OBJECTIVES = (
     Plant(
         "UL2's losses reported as one",
         "data_utils/objectives/ul2.py",
-        "mark_document(row, offset, end, document, settings.loss + mode)",
-        "mark_document(row, offset, end, document, settings.loss)",
+        "mark_document(row, offset, end, chunk.document, settings.loss + mode)",
+        "mark_document(row, offset, end, chunk.document, settings.loss)",
         (f"{RECIPES}::test_the_text_can_be_rebuilt", "tests/train/test_layouts.py"),
     ),
     Plant(
@@ -74,8 +74,8 @@ OBJECTIVES = (
     Plant(
         "a middle that begins where the suffix does",
         "data_utils/objectives/fill_in_middle.py",
-        "copy_range(row, TARGETS, at, at + last - first, text, start + first)",
-        "copy_range(row, TARGETS, at, at + last - first, text, start + last)",
+        "copy_range(row[TARGETS], at, at + last - first, text, first)",
+        "copy_range(row[TARGETS], at, at + last - first, text, last)",
         (f"{RECIPES}::test_the_text_can_be_rebuilt",),
     ),
     Plant(
@@ -160,7 +160,7 @@ OBJECTIVES = (
     ),
     Plant(
         "records with a text of an earlier one not left out",
-        "megatron_lite/models/contrastive/batch.py",
+        "megatron_lite/transformer/pairs.py",
         "is_first &= found",
         "pass",
         (f"{TEXT_PAIRS}::test_records_with_a_text_of_an_earlier_one_are_left_out",),
@@ -175,22 +175,22 @@ OBJECTIVES = (
     Plant(
         "inputs of T5's and UL2's decoder one token late",
         "data_utils/objectives/t5.py",
-        "copy_range(row, TOKENS, part_b + 1, end, row[TARGETS], part_b)",
-        "copy_range(row, TOKENS, part_b, end, row[TARGETS], part_b)",
+        "copy_range(row[TOKENS], part_b + 1, end, row[TARGETS], part_b)",
+        "copy_range(row[TOKENS], part_b, end, row[TARGETS], part_b)",
         (f"{SHIFTED}[t5]", f"{SHIFTED}[ul2]"),
     ),
     Plant(
         "inputs of BART's decoder one token late",
         "data_utils/objectives/bart.py",
-        "copy_range(row, TOKENS, first + 1, end, text, start)",
-        "copy_range(row, TOKENS, first, end, text, start)",
+        "copy_range(row[TOKENS], first + 1, end, text, 0)",
+        "copy_range(row[TOKENS], first, end, text, 0)",
         (f"{SHIFTED}[bart]",),
     ),
     Plant(
         "inputs of MASS's decoder one token late",
         "data_utils/objectives/mass.py",
-        "copy_range(row, TOKENS, part_b + 1, end, text, start + first)",
-        "copy_range(row, TOKENS, part_b, end, text, start + first)",
+        "copy_range(row[TOKENS], part_b + 1, end, text, first)",
+        "copy_range(row[TOKENS], part_b, end, text, first)",
         (f"{SHIFTED}[mass]",),
     ),
     Plant(

@@ -19,8 +19,8 @@ VARIANTS = (
     Plant(
         "texts cut in two within a listed span",
         "data_utils/objectives/masked_text.py",
-        "split = _next_unit_start(split, unit_start, start, length)",
-        "split = split",
+        "return _next_unit_start(split, unit_start) if settings.splits == Split.AT_UNITS else split",
+        "return split",
         (f"{_LISTED}::test_ernie_masks_all_of_a_listed_span_or_nothing",),
     ),
     Plant(
@@ -40,8 +40,8 @@ VARIANTS = (
     Plant(
         "separators between documents masked",
         "data_utils/objectives/masked_text.py",
-        "if text[begin + i] == settings.sep or text[begin + i] == settings.eos:",
-        "if text[begin + i] == settings.eos:",
+        "if text[i] == settings.sep or text[i] == settings.eos:",
+        "if text[i] == settings.eos:",
         (f"{_FORMATS}::test_masks_are_uniform_over_the_tokens_of_joined_documents",),
     ),
     Plant(

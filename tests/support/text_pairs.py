@@ -30,12 +30,14 @@ def random_records(rng, count, negatives=2, words=40, longest=9):
     ]
 
 
-def write_text_pairs(prefix: Path, vocabulary: Path, records, **options) -> str:
-    """Build a corpus of text pairs. Args: vocabulary: a vocab.txt. options: of BuildConfig."""
+def write_text_pairs(prefix: Path, vocabulary: Path | TokenizerConfig, records, **options) -> str:
+    """Build a corpus of text pairs. Args: vocabulary: a vocab.txt, or any tokenizer. options: of BuildConfig."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     source = Path(f"{prefix}.jsonl")
     source.write_text("".join(json.dumps(record) + "\n" for record in records))
-    tokenizer = TokenizerConfig(kind="bert_wordpiece", path=str(vocabulary))
+    tokenizer = vocabulary
+    if isinstance(vocabulary, Path):
+        tokenizer = TokenizerConfig(kind="bert_wordpiece", path=str(vocabulary))
     config = BuildConfig(inputs=[str(source)], output=str(prefix), text_pairs=True, **options)
     build_corpus(config, partial(load_tokenizer, tokenizer))
     return str(prefix)

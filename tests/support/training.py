@@ -20,7 +20,9 @@ def open_data(tree):
     tokenizer = load_tokenizer(config.tokenizer)
     config = config.with_vocab_size(tokenizer.vocab_size)
     seed, phases = config.training.seed, config.phase_plan.samples
-    return config, open_datasets(config.data, config.objective_choices, tokenizer, seed, phases=phases)
+    return config, open_datasets(
+        config.data, config.objective_choices, tokenizer, seed, phases=phases, unit=config.sample_unit
+    )
 
 
 def make_trainer(context, tree):

@@ -34,36 +34,31 @@ from data_utils.objectives.blank_infilling.config import (
     poisson_length_table,
 )
 from data_utils.objectives.blank_infilling.spans import (
-    ENDS,
-    ORDER,
-    STARTS,
+    SpanScratch,
     draw_document_span,
     draw_sentences,
     draw_token_spans,
-    find_words,
     least_tokens,
     tokens_to_cut,
+    with_scratch,
     write_example,
 )
-from data_utils.objectives.compiled import entry_point, inlined, set_range
+from data_utils.objectives.compiled import Chunk, Chunks, entry_point, inlined, set_range
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD, TextFormat
 from data_utils.objectives.registry import register
 
-_NO_WORDS = np.zeros(0, np.bool_)
 ATTEMPTS = 16  # draws of spans before the fewest are used
 
 
 @inlined
-def _fill_example(
-    row, offset, limit, text, words, start, length, sample, document, rng, scratch, sentence_end, length_table,
-    settings,
-):  # fmt: skip
-    """Draw and write the Example of one chunk at row[offset:limit]. Returns its end.
+def _fill_example(row, chunk, sample, tables, settings):
+    """Draw and write the Example of one chunk. Returns its end.
 
     Attempt 0 decides what must not depend on whether the spans fit, so that a full row does not change the mix of
     objectives.
     """
-    seed_rng(rng, settings.key, sample, document, 0)
+    rng, scratch, text = tables.rng, tables.scratch, chunk.text
+    seed_rng(rng, settings.key, sample, chunk.document, 0)
     next_word(rng)  # unused: so masks are those of the runs that drew a length here
     is_single = chance(rng, settings.single_below)
     word = next_word(rng)
@@ -72,52 +67,44 @@ def _fill_example(
     if not is_single and word >= settings.token_below:
         objective = SENTENCE if word < settings.token_or_sentence_below else DOCUMENT
     is_tail = is_tail and objective == DOCUMENT
-    n = length + 1
-    maskable = length - 1 if length > 0 and text[start + length - 1] == settings.eos else length
+    n = len(text) + 1
     # masked_lm predicts in place and adds no token; 3 n never limits.
-    available = 3 * n if settings.masked_lm else limit - offset
+    available = 3 * n if settings.masked_lm else chunk.limit - chunk.offset
     count, cut = 0, 0
     for attempt in range(1, ATTEMPTS + 2):
         # Numbers of its own for each attempt: how many numbers a failed one consumed does not matter.
-        seed_rng(rng, settings.key, sample, document, attempt)
+        seed_rng(rng, settings.key, sample, chunk.document, attempt)
         use_fewest, cut = attempt > ATTEMPTS, 0
         if objective == DOCUMENT:
-            count = draw_document_span(rng, scratch, n, length, maskable, is_tail, settings)
-        elif maskable == 0:
-            count = 0
+            count = draw_document_span(tables, text, is_tail, settings)
         elif objective == SENTENCE:
-            count = draw_sentences(rng, scratch, text, start, n, maskable, use_fewest, sentence_end, settings)
+            count = draw_sentences(tables, text, use_fewest, settings)
         else:
-            units = find_words(scratch, words, start, maskable) if settings.whole_words else maskable
             count = draw_token_spans(
-                rng, scratch, n, maskable, units, available, is_single, use_fewest, length_table, settings
+                tables, text, chunk.unit_start, available, is_single, use_fewest, settings
             )
-            cut = tokens_to_cut(n, count, available)
+            cut = tokens_to_cut(text, count, available)
         # Each span adds a mask to part A and a sop to part B.
         if count >= 0 and n + 2 * count - cut <= available:
             break
-    length -= cut
     for i in range(count):
-        scratch[ORDER, i] = i
+        scratch.order[i] = i
     # The model learns to fill a span whatever spans it has seen before.
     if settings.shuffle_spans:
-        shuffle(rng, scratch[ORDER], count)
-    return write_example(
-        row, offset, document, text, start, length, count, objective, is_tail, rng, scratch, settings
-    )
+        shuffle(rng, scratch.order, count)
+    rest = Chunk(text[: len(text) - cut], chunk.unit_start, chunk.document, chunk.offset, chunk.limit)
+    return write_example(row, rest, count, objective, is_tail, tables, settings)
 
 
 @entry_point
-def _fill_rows(batch, chunks, tables, sentence_end, record):
+def _fill_rows(batch, chunks, tables, record):
     """Write the Examples of all chunks, then padding. Returns the index of the first sample that cannot fit, or -1."""
-    text, words, chunk_lengths, chunks_per_sample, sample_indices, first_chunk = chunks
-    length_table, rng, scratch = tables
-    settings = record[0]
+    settings, chunks, tables = record[0], Chunks(*chunks), with_scratch(tables)
     row_length = batch.shape[2]
-    chunk, start = 0, 0
+    k, start = 0, 0  # the chunk, and where its text begins
     for i in range(len(batch)):
         row, offset = batch[i], 0
-        lengths = chunk_lengths[chunk : chunk + chunks_per_sample[i]]
+        lengths = chunks.lengths[k : k + chunks.counts[i]]
         needed, total = 0, 0
         for length in lengths:
             needed += least_tokens(length, settings)
@@ -126,37 +113,35 @@ def _fill_rows(batch, chunks, tables, sentence_end, record):
             return i
         for field in range(len(FIELDS)):
             if field != TOKENS and field != POSITION_IDS:  # these two are written everywhere
-                set_range(row, field, 0, row_length, 0)
-        document = first_chunk
+                set_range(row[field], 0, row_length, 0)
+        document = chunks.first_document
         for length in lengths:
             # A chunk may use what later ones do not need at least, so that none of them is left without room.
             needed -= least_tokens(length, settings)  # what the chunks after this one need
-            limit = row_length - needed
-            offset = _fill_example(
-                row, offset, limit, text, words, start, length, sample_indices[i], document, rng, scratch,
-                sentence_end, length_table, settings,
-            )  # fmt: skip
+            text, words = chunks.tokens[start : start + length], chunks.unit_start[start : start + length]
+            chunk = Chunk(text, words, document, offset, row_length - needed)
+            offset = _fill_example(row, chunk, chunks.samples[i], tables, settings)
             document += 1
             start += length
-        set_range(row, TOKENS, offset, row_length, settings.pad)
-        set_range(row, POSITION_IDS, offset, row_length, 0)
-        set_range(row, DOC, offset, row_length, PADDING_DOC)
-        chunk += chunks_per_sample[i]
+        set_range(row[TOKENS], offset, row_length, settings.pad)
+        set_range(row[POSITION_IDS], offset, row_length, 0)
+        set_range(row[DOC], offset, row_length, PADDING_DOC)
+        k += chunks.counts[i]
     return -1
 
 
 @entry_point
 def _write_example_with(row, text, starts, ends, order, objective, is_tail, tables, record):
     """Write the Example with these spans, `order` their order in part B. Returns its end."""
-    _, rng, scratch = tables
-    settings = record[0]
-    count = len(starts)
+    settings, tables = record[0], with_scratch(tables)
+    scratch, count = tables.scratch, len(starts)
     for i in range(count):
-        scratch[STARTS, i] = starts[i]
-        scratch[ENDS, i] = ends[i]
-        scratch[ORDER, i] = order[i]
-    seed_rng(rng, settings.key, 0, 0, 1)
-    return write_example(row, 0, 0, text, 0, len(text), count, objective, is_tail, rng, scratch, settings)
+        scratch.starts[i] = starts[i]
+        scratch.ends[i] = ends[i]
+        scratch.order[i] = order[i]
+    seed_rng(tables.rng, settings.key, 0, 0, 1)
+    chunk = Chunk(text, tables.sentence_end, 0, 0, row.shape[1])
+    return write_example(row, chunk, count, objective, is_tail, tables, settings)
 
 
 @register
@@ -166,6 +151,7 @@ class BlankInfilling(RowObjective):
     losses = (Loss("token", 0), Loss("sentence", 1), Loss("document", 2))  # TOKEN, SENTENCE, DOCUMENT
     text_format = TextFormat("glm", "blanks")
     entry = staticmethod(_fill_rows)
+    scratch_type = SpanScratch
     compiled_files = (config.__file__, spans.__file__)
 
     def values(self) -> dict[str, Any]:
@@ -216,7 +202,7 @@ class BlankInfilling(RowObjective):
     ) -> None:
         """See `Objective.fill`. The `doc` field numbers the chunks of a sample from 0."""
         tokens = tokens if tokens.ndim == 1 else tokens[0]
-        too_long = self._fill(batch, tokens, chunk_lengths, chunks_per_sample, sample_indices, 0)
+        too_long = self._fill(batch, Chunks(tokens, chunk_lengths, chunks_per_sample, sample_indices, 0))
         if too_long >= 0:
             first = int(chunks_per_sample[:too_long].sum())
             lengths = chunk_lengths[first : first + int(chunks_per_sample[too_long])]
@@ -234,19 +220,17 @@ class BlankInfilling(RowObjective):
         )
         return super().example(chunk, sample_index, chunk_index)
 
-    def _fill(self, batch, tokens, chunk_lengths, chunks_per_sample, sample_indices, first_chunk) -> int:
+    def _fill(self, batch: np.ndarray, chunks: Chunks) -> int:
         """Fill the rows; returns the index of the first sample that cannot fit, or -1."""
         if self.config.cross_document_attention:  # the chunks of a row are one text
-            token_ends = np.concatenate([[0], np.cumsum(chunk_lengths)])
-            chunk_ends = np.cumsum(chunks_per_sample)
-            not_empty = chunks_per_sample > 0
-            chunk_lengths = (token_ends[chunk_ends] - token_ends[chunk_ends - chunks_per_sample])[not_empty]
-            chunks_per_sample = not_empty.astype(np.int64)
-        sentence_end = self.vocabulary.sentence_end
-        sentence_end = np.ascontiguousarray([] if sentence_end is None else sentence_end, np.bool_)
-        words = self._unit_starts(tokens, chunk_lengths) if self.mask_units else _NO_WORDS
-        chunks = (tokens, words, chunk_lengths, chunks_per_sample, sample_indices, first_chunk)
-        return self.entry(batch, chunks, self._tables(batch), sentence_end, self._record)
+            token_ends, chunk_ends = (
+                np.concatenate([[0], np.cumsum(chunks.lengths)]),
+                np.cumsum(chunks.counts),
+            )
+            not_empty = chunks.counts > 0
+            lengths = (token_ends[chunk_ends] - token_ends[chunk_ends - chunks.counts])[not_empty]
+            chunks = chunks._replace(lengths=lengths, counts=not_empty.astype(np.int64))
+        return super()._fill(batch, chunks)
 
     def build(
         self,
@@ -270,7 +254,7 @@ class BlankInfilling(RowObjective):
             np.array(order, np.int64),
             objective,
             tail,
-            self._tables(batch),
+            self._tables(batch.shape[2]),
             self._record,
         )
         return Example.from_fields(batch[0, :, :end])

@@ -18,12 +18,8 @@ from support.recipes import FIRST_TEXT_TOKEN, SIZE, SPECIAL, make, many, text_of
 from data_utils.common.random_streams import new_rng, seed_rng
 from data_utils.objectives.bart import BartConfig
 from data_utils.objectives.compiled import (
-    ENDS,
-    FREE,
-    STARTS,
-    TAKEN,
-    UNIT_START,
-    WORK_LINES,
+    Scratch,
+    Tables,
     cumulative_table,
     draw_length,
 )
@@ -41,25 +37,30 @@ def lengths_drawn(stream, table, samples):
     return drawn[1:]
 
 
+def tables_for(size, table):
+    scratch = Scratch(*np.empty((len(Scratch._fields), size + 2), np.int64))
+    return Tables(table, new_rng(), scratch, np.zeros(0, np.bool_))
+
+
 @njit
-def runs_of_samples(stream, free, unit, target, gap, table, samples):
+def runs_of_samples(tables, free, unit, target, gap, samples):
     """The runs of every sample: starts and ends, in the order drawn, padded with -1."""
     found = np.full((samples, 2, len(free)), -1, np.int64)
-    w = np.empty((WORK_LINES, len(free) + 2), np.int64)
+    scratch = tables.scratch
     for sample in range(samples):
-        seed_rng(stream, np.uint64(9), sample, 0, 0)
+        seed_rng(tables.rng, np.uint64(9), sample, 0, 0)
         for i in range(len(free)):
-            w[FREE, i] = free[i]
-            w[UNIT_START, i] = unit[i]
-        count = draw_spans(stream, w, len(free), target, gap, table, np.uint64(0))
+            scratch.free[i] = free[i]
+            scratch.unit_start[i] = unit[i]
+        count = draw_spans(tables, len(free), target, gap, np.uint64(0))
         chosen = 0
         for k in range(count):
-            found[sample, 0, k] = w[STARTS, k]
-            found[sample, 1, k] = w[ENDS, k]
-            chosen += w[ENDS, k] - w[STARTS, k]
+            found[sample, 0, k] = scratch.starts[k]
+            found[sample, 1, k] = scratch.ends[k]
+            chosen += scratch.ends[k] - scratch.starts[k]
         total = 0
         for i in range(len(free)):
-            total += w[TAKEN, i]
+            total += scratch.taken[i]
         if total != chosen:  # an assert would be rewritten by pytest, which numba can not compile
             raise ValueError
     return found
@@ -108,7 +109,7 @@ def test_runs_are_disjoint_whole_units_within_the_target(size, target, gap, long
     unit = (rng.random(size) < 0.6) | ~free | (np.arange(size) == 0)
     unit[1:] |= ~free[:-1]
     table = cumulative_table(np.ones(longest))
-    for starts, ends in runs_of_samples(new_rng(), free, unit, target, gap, table, 5):
+    for starts, ends in runs_of_samples(tables_for(size, table), free, unit, target, gap, 5):
         taken = np.zeros(size + 1, int)
         lengths = []
         for start, end in zip(starts[starts >= 0], ends[starts >= 0], strict=True):
@@ -129,7 +130,7 @@ def test_the_place_of_the_first_run_is_uniform_whatever_its_length():
     """Runs of 1, 2 or 3 tokens in 12: each length at every start where it fits, equally often."""
     ones = np.ones(12, bool)
     table = cumulative_table([0.5, 0.3, 0.2])
-    found = runs_of_samples(new_rng(), ones, ones, 4, False, table, 20_000)
+    found = runs_of_samples(tables_for(12, table), ones, ones, 4, False, 20_000)
     starts, lengths = found[:, 0, 0], found[:, 1, 0] - found[:, 0, 0]
     for length in (2, 3):
         counts = np.bincount(starts[lengths == length])

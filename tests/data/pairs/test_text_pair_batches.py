@@ -22,8 +22,8 @@ from data_utils.objectives.contrastive import FORMS, Contrastive, ContrastiveCon
 from data_utils.tokenizers.tokenizer import load_tokenizer
 from data_utils.tokenizers.vocabulary import vocabulary_of
 from megatron_lite.config.tree import Config
-from megatron_lite.models.contrastive.batch import PairBatch, PairSamples
 from megatron_lite.transformer.build import model_spec
+from megatron_lite.transformer.pairs import PairBatch, PairSamples
 
 SIZE = 16  # samples of a global batch
 PROMPTS = {"query_prompt": "word1 word2 ", "document_prompt": "word3 "}
@@ -144,7 +144,7 @@ def test_ranks_and_resumption_see_the_same_batches(corpus, prefixes, objectives)
                     fields = batch.fields if is_pairs else batch
                     rows.update(zip((indices - step * SIZE).tolist(), fields, strict=True))
                     if is_pairs:
-                        counted += batch.num_records
+                        counted += batch.loss_divisor
                         np.testing.assert_array_equal(batch.records.texts, expected.records.texts)
                         np.testing.assert_array_equal(batch.numbers, expected.numbers[indices - step * SIZE])
             whole_fields = expected.fields if is_pairs else expected
@@ -167,7 +167,7 @@ def test_records_with_a_text_of_an_earlier_one_are_left_out(corpus, prefixes, re
         batch = samples.batch(indices)
         assert batch.records.is_counted.tolist() == expected
         assert [bool((row[DOC] >= 0).any()) for row in batch.fields] == expected
-        assert batch.num_records == batch.loss_divisor == sum(expected)
+        assert batch.loss_divisor == sum(expected)
         assert batch.loss_divisors(64)[CONTRASTIVE.number] == sum(expected)
         left_out += SIZE - sum(expected)
     assert left_out > 10
@@ -224,7 +224,7 @@ def test_each_form_has_its_special_tokens_in_their_places(corpus, form):
 
 
 def test_a_batch_says_where_its_texts_are(corpus, prefixes):
-    samples = samples_of(tree_of(corpus, prefixes))
+    samples = samples_of(tree_of(corpus, prefixes, embedding={"pooling": "mean", "include_prompt": False}))
     batch = next(
         batch
         for step in range(20)
@@ -233,20 +233,15 @@ def test_a_batch_says_where_its_texts_are(corpus, prefixes):
     padded = batch.padded(SIZE + 3)
     for each in (batch, padded):
         flat, texts = each.fields[:, TOKENS].ravel(), each.records.texts.shape[1]
-        for sequence, starts in enumerate(each.text_starts):
-            row = each.fields[sequence]
+        for sequence, row in enumerate(each.fields):
             tokens = texts_of_row(row)
-            for number, start in enumerate(starts.tolist()):
+            for number in range(texts):
                 mine = np.flatnonzero(each.token_texts == sequence * texts + number)
-                if number not in tokens:
-                    assert start == -1 and not len(mine) and each.text_hashes[sequence, number] == 0
-                    continue
-                assert mine[0] == start and flat[mine].tolist() == tokens[number]
-                record = each.numbers[sequence]
-                assert each.text_hashes[sequence, number] == each.records.texts[record, number] != 0
-                assert each.scores[sequence] == each.records.scores[record]
-        assert each.skipped_tokens.tolist() == [3, *[2] * (texts - 1)]  # CLS and the prompt
-    assert padded.numbers[SIZE:].tolist() == [-1] * 3 and padded.num_records == batch.num_records
+                assert flat[mine].tolist() == tokens.get(number, [])
+                assert (number in tokens) == (sequence * texts + number in each.texts)
+        # CLS and the prompt
+        assert each.left_out.tolist() == [2 if text % texts else 3 for text in each.texts]
+    assert padded.numbers[SIZE:].tolist() == [-1] * 3 and padded.loss_divisor == batch.loss_divisor
     assert padded.records is batch.records
 
 

@@ -8,7 +8,7 @@ A record whose query or positive equals that of an earlier record of the global 
 becomes of the earlier one: its row is padding, and it does not count. So no query and no positive is twice in a batch.
 CoSENT, which has no negatives, keeps all records.
 
-Shapes: N records of the global batch, k texts of each, B sequences of the micro-batch, S tokens of each.
+Shapes: N records of the global batch, k texts of each; B sequences of the micro-batch of S tokens, with G texts in all.
 """
 
 from __future__ import annotations
@@ -17,13 +17,17 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import torch
 
 from data_utils.common.batch_fields import DOC, PADDING_DOC
 from data_utils.common.losses import CONTRASTIVE
 from data_utils.loader.loader import SampleLoader
 from data_utils.loader.text_pairs import TextPairIndex
 from data_utils.objectives.contrastive import FORMS, ContrastiveConfig
-from megatron_lite.transformer.batch import Batch
+from megatron_lite.config.embedding import EmbeddingConfig
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.transformer.batch import Batch, ExtraInputs
+from megatron_lite.transformer.pooling import PooledTokens, TextBatch
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,17 @@ class PairRecords:
     scores: np.ndarray  # fp32 [N]; 0 where the corpus has none
 
 
+@dataclass(frozen=True)
+class PairInputs(PooledTokens):
+    """The texts of a micro-batch, whose loss is the engine's (engine/vector_loss.py)."""
+
+    slots: (
+        torch.Tensor
+    )  # int32 [G]: which text of the micro-batch, k times its sequence plus its number in the record
+    numbers: np.ndarray  # int64 [B]: the record of each sequence; -1 for padding
+    records: PairRecords
+
+
 def first_of_equals(texts: np.ndarray) -> np.ndarray:
     """Bool [N]: whether no earlier record has the query or the positive of a record. Args: texts: uint64 [N, k]."""
     is_first = np.ones(len(texts), bool)
@@ -47,15 +62,16 @@ def first_of_equals(texts: np.ndarray) -> np.ndarray:
     return is_first
 
 
-class PairBatch(Batch):
+class PairBatch(TextBatch):
     """Sequences with the texts of a record each; document d of a sequence is text d of its record.
 
     Args:
         fields, samples: as for Batch; the sequences of records that are left out are padding.
         numbers: int64 [B], the record of each sequence in `records`; -1 for padding.
         records: of the global batch.
-        prompt_tokens: tokens before the text proper, special tokens in front included: of the query and of the other
-            texts; 0 where there is no prompt.
+        pooling: one of POOLINGS.
+        prompt_tokens: tokens that the mean leaves out in front of a text: of the query and of the other texts.
+        is_one_loss: the batch has one loss, not one for each record (CoSENT).
     """
 
     def __init__(
@@ -64,24 +80,47 @@ class PairBatch(Batch):
         samples: np.ndarray,
         numbers: np.ndarray,
         records: PairRecords,
+        *,
+        pooling: str,
         prompt_tokens: tuple[int, int] = (0, 0),
+        is_one_loss: bool = False,
     ):
-        super().__init__(fields, samples)
-        self.numbers, self.records, self.prompt_tokens = numbers, records, prompt_tokens
-
-    @property
-    def num_records(self) -> int:
-        """Records of this micro-batch that count: over all micro-batches and ranks, the divisor of the loss."""
-        return int((self.numbers >= 0).sum())
+        super().__init__(fields, samples, pooling=pooling)
+        self.numbers, self.records = numbers, records
+        self.prompt_tokens, self.is_one_loss = prompt_tokens, is_one_loss
+        self.left_out = self.skipped_tokens[self.texts % records.texts.shape[1]]
 
     @property
     def loss_divisor(self) -> float:
-        return float(self.num_records)
+        """Records of this micro-batch that count; of one loss for the batch 1, where its first record is."""
+        return float((self.numbers == 0 if self.is_one_loss else self.numbers >= 0).sum())
 
     def loss_divisors(self, num_losses: int) -> np.ndarray:
         divisors = np.zeros(num_losses)
-        divisors[CONTRASTIVE.number] = self.num_records
+        divisors[CONTRASTIVE.number] = self.loss_divisor
         return divisors
+
+    @cached_property
+    def texts(self) -> np.ndarray:
+        """The texts of this micro-batch, int64 [G], ascending: as in `token_texts`."""
+        return np.unique(self.token_texts[self.token_texts >= 0])
+
+    def extra_inputs(
+        self,
+        order: np.ndarray,
+        decoder_start: int,
+        predicted: np.ndarray,
+        few_counts: bool,
+        config: ModelConfig,
+    ) -> ExtraInputs:
+        """`PairInputs`, and the weight of their loss."""
+        pooled = super().extra_inputs(order, decoder_start, predicted, few_counts, config)
+        return ExtraInputs(
+            arrays={**pooled.arrays, "slots": self.texts},
+            make=lambda tensors: PairInputs(**tensors, numbers=self.numbers, records=self.records),
+            weights=np.ones(1, np.float32),
+            weight_objectives=np.array([CONTRASTIVE.number]),
+        )
 
     @cached_property
     def token_texts(self) -> np.ndarray:
@@ -90,38 +129,21 @@ class PairBatch(Batch):
         texts = np.arange(len(doc))[:, None] * self.records.texts.shape[1] + doc
         return np.where(doc == PADDING_DOC, -1, texts).ravel()
 
-    @cached_property
-    def text_starts(self) -> np.ndarray:
-        """The first token of each text, int64 [B, k], an index into the flattened batch; -1 = there is no text."""
-        real = np.flatnonzero(self.token_texts >= 0)
-        texts, first = np.unique(self.token_texts[real], return_index=True)
-        starts = np.full(len(self.fields) * self.records.texts.shape[1], -1)
-        starts[texts] = real[first]
-        return starts.reshape(len(self.fields), -1)
-
     @property
     def skipped_tokens(self) -> np.ndarray:
         """Tokens at the start of each text that a vector without its prompt leaves out, int64 [k]."""
         query, document = self.prompt_tokens
         return np.array([query, *[document] * (self.records.texts.shape[1] - 1)])
 
-    @property
-    def text_hashes(self) -> np.ndarray:
-        """The hash of each text, uint64 [B, k]; 0 = there is no text."""
-        hashes = self.records.texts[self.numbers]
-        return np.where(self.text_starts >= 0, hashes, np.uint64(0))
-
-    @property
-    def scores(self) -> np.ndarray:
-        """The score of each sequence's record, fp32 [B]; 0 for padding."""
-        return np.where(self.numbers >= 0, self.records.scores[self.numbers], np.float32(0))
-
     def padded(self, sequences: int) -> PairBatch:
         more = sequences - len(self.samples)
         samples = np.pad(self.samples, (0, more))
         numbers = np.pad(self.numbers, (0, more), constant_values=-1)
         fields = super().padded(sequences).fields
-        return PairBatch(fields, samples, numbers, self.records, self.prompt_tokens)
+        return PairBatch(
+            fields, samples, numbers, self.records,
+            pooling=self.pooling, prompt_tokens=self.prompt_tokens, is_one_loss=self.is_one_loss,
+        )  # fmt: skip
 
 
 class PairSamples:
@@ -130,10 +152,13 @@ class PairSamples:
     A batch lies within a global batch, whose samples are of one corpus.
     """
 
-    def __init__(self, loader: SampleLoader, section: ContrastiveConfig):
+    def __init__(self, loader: SampleLoader, section: ContrastiveConfig, embedding: EmbeddingConfig):
         self._loader, self.prefetch, self.fingerprint = loader, loader.prefetch, loader.fingerprint
-        self._leaves_out = section.loss == "infonce"
-        self._num_before = len(FORMS[section.form].before)
+        self._is_one_loss = section.loss == "cosent"
+        form = FORMS[section.form]
+        self._num_before = len(form.before)
+        self._pooling = embedding.pooling_of(form.is_causal)
+        self._includes_prompt = embedding.include_prompt
         self._last: tuple[PairRecords, TextPairIndex] | None = None
 
     def batch(self, indices: np.ndarray) -> np.ndarray | Batch:
@@ -151,8 +176,14 @@ class PairSamples:
         left_out = numbers < 0
         fields[left_out] = 0
         fields[left_out, DOC] = PADDING_DOC
-        skipped = [tokens and tokens + self._num_before for tokens in index.prompt_tokens]
-        return PairBatch(fields, indices, numbers, records, (skipped[0], skipped[1]))
+        query, document = (
+            0 if self._includes_prompt or not tokens else tokens + self._num_before
+            for tokens in index.prompt_tokens
+        )
+        return PairBatch(
+            fields, indices, numbers, records,
+            pooling=self._pooling, prompt_tokens=(query, document), is_one_loss=self._is_one_loss,
+        )  # fmt: skip
 
     def _records_of(self, indices: np.ndarray) -> tuple[PairRecords, TextPairIndex] | None:
         """The global batch of samples, and its corpus; None for a batch of text."""
@@ -167,7 +198,7 @@ class PairSamples:
         if not isinstance(index, TextPairIndex):
             return None
         texts = index.hashes(numbers)
-        is_counted = first_of_equals(texts) if self._leaves_out else np.ones(len(texts), bool)
+        is_counted = np.ones(len(texts), bool) if self._is_one_loss else first_of_equals(texts)
         records = PairRecords(first, texts, texts != 0, is_counted, index.scores(numbers))
         self._last = records, index
         return self._last

@@ -1,1 +1,0 @@
-"""Vectors of texts, trained by pairs of texts."""

@@ -1,0 +1,180 @@
+"""A step of text pairs equals plain torch on the whole global batch, in every layout and in any number of chunks."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from support.distributed import run_ranks
+
+from data_utils.common.batch_fields import DOC, FIELDS, OBJECTIVE, PADDING_DOC, POSITION_IDS, TOKENS
+from data_utils.common.losses import CONTRASTIVE
+from data_utils.common.settings import build
+from data_utils.objectives import LOSS_NAMES
+from megatron_lite.config.sections import ParallelConfig
+from megatron_lite.config.tree import Config
+from megatron_lite.engine.plain import make_engine
+from megatron_lite.transformer.build import build_model
+from megatron_lite.transformer.micro_batch import MicroBatch
+from megatron_lite.transformer.pairs import PairBatch, PairRecords
+
+RECORDS, TEXTS, LENGTH, VOCABULARY, STEPS = 8, 3, 40, 96, 3
+LEFT_OUT = 5  # a record whose query is an earlier one's
+SKIPPED = (3, 2)  # tokens of prompts that the mean leaves out
+
+
+class Layout(NamedTuple):
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    size: int = RECORDS  # of a micro-batch
+    zero: int = 1
+    sequence: bool = False
+    pooling: str = "mean"
+    precision: str = "fp32"
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+
+def config_of(layout: Layout) -> Config:
+    tree = {
+        "model": {
+            "system": "bert", "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": VOCABULARY,
+            "max_position": 64, "sentence_classes": 0,
+        },
+        "objectives": {"contrastive": 1.0},
+        "contrastive": {"query_length": 8, "document_length": 16, "matryoshka_sizes": [32, 8]},
+        "embedding": {"pooling": layout.pooling, "include_prompt": layout.pooling != "mean"},
+        "training": {"steps": 10, "precision": layout.precision},
+        "batch": {"micro_batch_size": layout.size, "global_batch_size": RECORDS},
+        "optimizer": {"clip_grad_norm": 0.5},
+        "parallel": {
+            "tensor_parallel_size": layout.tensor, "pipeline_parallel_size": layout.pipeline,
+            "sequence_parallel": layout.sequence, "zero_stage": layout.zero,
+        },
+    }  # fmt: skip
+    return build(Config, tree)
+
+
+@functools.cache
+def drawn(step: int) -> tuple[np.ndarray, PairRecords]:
+    """The rows of a global batch: three texts of unequal lengths in each, one record lacks its negative."""
+    generator = np.random.default_rng(step)
+    fields = np.zeros((RECORDS, len(FIELDS), LENGTH), np.int32)
+    fields[:, DOC] = PADDING_DOC
+    is_text = np.ones((RECORDS, TEXTS), bool)
+    is_text[2, 2] = False
+    for number, row in enumerate(fields):
+        at = 0
+        for text in range(TEXTS):
+            length = int(generator.integers(5, 13)) * is_text[number, text]
+            here = slice(at, at + length)
+            row[TOKENS, here] = generator.integers(5, VOCABULARY, length)
+            row[POSITION_IDS, here] = np.arange(length)
+            row[DOC, here] = text
+            row[OBJECTIVE, here] = CONTRASTIVE.number
+            at += length
+    fields[LEFT_OUT] = 0
+    fields[LEFT_OUT, DOC] = PADDING_DOC
+    is_counted = np.arange(RECORDS) != LEFT_OUT
+    texts = np.arange(1, RECORDS * TEXTS + 1, dtype=np.uint64).reshape(RECORDS, TEXTS) * is_text
+    return fields, PairRecords(0, texts.astype(np.uint64), is_text, is_counted, np.zeros(RECORDS, np.float32))
+
+
+def batch_of(step: int, numbers: np.ndarray, pooling: str) -> PairBatch:
+    fields, records = drawn(step)
+    of_rows = np.where(records.is_counted[numbers], numbers, -1)
+    prompt = SKIPPED if pooling == "mean" else (0, 0)
+    return PairBatch(fields[numbers], numbers, of_rows, records, pooling=pooling, prompt_tokens=prompt)
+
+
+def plain_loss(unit: torch.Tensor, records: PairRecords) -> torch.Tensor:
+    """The mean of softmax cross entropies at temperature 0.05, of vectors [records, texts, D] of length 1."""
+    used = np.flatnonzero(records.is_counted)
+    columns = [(j, c) for j in used for c in (1, 2) if records.is_text[j, c]]
+    documents = torch.stack([unit[j, c] for j, c in columns])
+    scores = unit[used, 0] @ documents.T / 0.05
+    return F.cross_entropy(scores, torch.tensor([columns.index((j, 1)) for j in used]))
+
+
+@functools.cache
+def plain(pooling: str) -> tuple[float, float]:
+    """Loss and gradient norm of the first step: one graph, plain loops over the texts."""
+    config = config_of(Layout(pooling=pooling))
+    model = build_model(config, len(LOSS_NAMES))
+    batch = batch_of(0, np.arange(RECORDS), pooling)
+    data = MicroBatch.from_batch(batch, torch.device("cpu"), config.model, dropout_seed=0)
+    states = model.final_layernorm(model.run(data.tokens, data.ids, data.plan, data.dropout))
+    _, records = drawn(0)
+    order = (
+        batch.fields[:, DOC].ravel() >= 0
+    )  # with one process and no kernels the plan keeps the order of the tokens
+    assert int(order.sum()) == int((data.tokens != 0).sum())
+    doc, row = batch.fields[:, DOC].ravel()[order], np.repeat(np.arange(RECORDS), LENGTH)[order]
+    vectors = torch.zeros(RECORDS, TEXTS, 32)
+    for number in range(RECORDS):
+        for text in range(TEXTS):
+            mine = np.flatnonzero((row == number) & (doc == text))
+            if len(mine):
+                skipped = (SKIPPED[text > 0],) if pooling == "mean" else (0,)
+                chosen = {"mean": mine[skipped[0] :], "cls": mine[:1], "last": mine[-1:]}[pooling]
+                vectors[number, text] = states[chosen].mean(0)
+    loss = sum(plain_loss(F.normalize(vectors[..., :size], dim=-1), records) for size in (32, 8))
+    loss.backward()
+    norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
+    return loss.item(), torch.stack(norms).norm().item()
+
+
+def train(context, layout: Layout) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step, and the loss of an evaluation at the end."""
+    engine = make_engine(config_of(layout), context, len(LOSS_NAMES))
+    found = []
+    for step in range(STEPS):
+        per_pass = layout.size * layout.data
+        batches = [
+            batch_of(step, np.arange(first, first + layout.size), layout.pooling)
+            for first in range(context.dp.rank * layout.size, RECORDS, per_pass)
+        ]
+        engine.set_step(step + 1)
+        micro_batches = [engine.prepared(batch, step, 1.0 / (RECORDS - 1)) for batch in batches]
+        result = engine.train_step(micro_batches, 1e-3)
+        loss, weight, _ = context.sum_losses(result.objective_sums)[CONTRASTIVE.number].tolist()
+        assert weight == RECORDS - 1
+        found.append((loss / weight, result.grad_norm))
+    loss, weight, _ = context.sum_losses(engine.evaluate(batches))[CONTRASTIVE.number].tolist()
+    return [*found, (loss / weight, weight)]
+
+
+@functools.cache
+def one_process(pooling: str, precision: str = "fp32") -> list[tuple[float, float]]:
+    return run_ranks(train, 1, Layout(pooling=pooling, precision=precision))[0]
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
+def test_one_process_equals_plain_torch(pooling):
+    assert one_process(pooling)[0] == pytest.approx(plain(pooling), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(size=2),
+        Layout(data=2, size=2),
+        Layout(data=4, size=1, zero=2),
+        Layout(tensor=2, data=2, size=4, sequence=True),
+        Layout(data=2, size=4, zero=3),
+        Layout(pipeline=2, data=2, size=2),
+        Layout(pipeline=2, tensor=2, size=1, pooling="cls"),
+    ],
+    ids=lambda layout: "-".join(f"{k}{v}" for k, v in layout._asdict().items()),
+)
+def test_layouts_equal_one_process(layout):
+    parallel = ParallelConfig(tensor_parallel_size=layout.tensor, pipeline_parallel_size=layout.pipeline)
+    for found in run_ranks(train, layout.ranks, layout, parallel=parallel):
+        assert np.array(found) == pytest.approx(np.array(one_process(layout.pooling)), rel=1e-5)

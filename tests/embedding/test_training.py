@@ -1,0 +1,185 @@
+"""Training on text pairs as users run it: beside sentence-transformers, resumed, and mixed with a masked loss."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from support.distributed import run_ranks
+from support.project import small_run
+from support.text_pairs import random_records, write_text_pairs
+from support.training import fit, make_trainer, records
+
+from data_utils.common.settings import build, merge
+from data_utils.tokenizers.tokenizer_readers import TokenizerConfig
+from megatron_lite.config.sections import ParallelConfig
+from megatron_lite.config.tree import load_file
+from megatron_lite.hf.importing import import_directory
+
+SIZE, STEPS = 16, 20
+
+
+def distinct(count: int, seed: int) -> list[dict]:
+    """Records without a text that another one has."""
+    found, seen = [], set()
+    for record in random_records(np.random.default_rng(seed), 8 * count, longest=12):
+        texts = {record["query"], record["positive"], *record["negatives"]}
+        if len(record["negatives"]) == 2 and len(texts) == 4 and not texts & seen:
+            seen |= texts
+            found.append(record)
+    assert len(found) >= count
+    return found[:count]
+
+
+@pytest.fixture(scope="module")
+def pairs(corpus, tmp_path_factory):
+    """The records of two corpora of text pairs, and their prefixes."""
+    directory = tmp_path_factory.mktemp("pairs")
+    of = {name: distinct(80, seed) for seed, name in enumerate("ab")}
+    vocabulary = corpus / "vocab.txt"
+    prefixes = {
+        name: write_text_pairs(directory / name, vocabulary, each, negatives=2, query_prompt="word1 word2 ")
+        for name, each in of.items()
+    }
+    return of, prefixes
+
+
+def tree_of(corpus, prefixes, directory, **changes) -> dict:
+    run = small_run(corpus, directory)
+    del run["blank_infilling"]
+    train = [{"prefix": prefix, "objective": "contrastive"} for prefix in prefixes.values()]
+    tree = {
+        "objectives": {"contrastive": 1.0},
+        "model": {"embedding_dropout": 0.1, "output_dropout": 0.1},
+        "data": {"train": train, "validation": train[:1]},
+        "training": {"eval_interval": 2},
+        "batch": {"global_batch_size": SIZE, "micro_batch_size": 4},
+        "contrastive": {"query_length": 16, "document_length": 14, "negatives": 2},
+    }
+    return merge(merge(run, tree), changes)
+
+
+@pytest.fixture(scope="module")
+def sentence_model(corpus, tmp_path_factory):
+    """A directory of sentence-transformers with a small BERT, without dropout."""
+    modules = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    directory = tmp_path_factory.mktemp("sentence_model")
+    torch.manual_seed(3)
+    tokenizer = BertTokenizerFast(str(corpus / "vocab.txt"), do_lower_case=True)
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    BertModel(config).save_pretrained(directory / "bert")
+    tokenizer.save_pretrained(directory / "bert")
+    transformer = modules.Transformer(str(directory / "bert"), max_seq_length=16)
+    pooling = modules.Pooling(transformer.get_embedding_dimension())
+    model = sentence_transformers.SentenceTransformer(modules=[transformer, pooling])
+    model.save(str(directory / "model"))
+    return directory / "model"
+
+
+def fit_and_list(context, tree) -> np.ndarray:
+    """Train; the records of all samples of the run."""
+    trainer = make_trainer(context, tree)
+    trainer.fit()
+    return trainer.train_data._loader.mixture.locate(np.arange(STEPS * SIZE))[2]
+
+
+def test_steps_equal_sentence_transformers(corpus, pairs, sentence_model, tmp_path):
+    """Twenty steps of AdamW from equal weights on equal batches: losses and weights."""
+    import sentence_transformers
+    from sentence_transformers.sentence_transformer import losses
+
+    records_of_a = pairs[0]["a"]
+    import_directory(sentence_model, tmp_path / "run", {})
+    imported = load_file(tmp_path / "run/config.yaml")
+    tokenizer = build(TokenizerConfig, imported["tokenizer"])
+    options = {"negatives": 2, "query_prompt": "word1 word2 "}
+    prefix = write_text_pairs(tmp_path / "a", tokenizer, records_of_a, **options)
+    changes = tree_of(corpus, {"a": prefix}, tmp_path / "run")
+    for section in ("model", "tokenizer"):
+        del changes[section]
+    changes["data"] |= {"validation": [], "sequence_length": 16}
+    tree = merge(
+        merge(imported, changes),
+        {
+            "objectives": {"masked_lm": 0.0},
+            "training": {"steps": STEPS, "eval_interval": 0, "precision": "fp32"},
+            "optimizer": {
+                "lr": 1e-3,
+                "weight_decay": 0.0,
+                "clip_grad_norm": 0.0,
+                "beta2": 0.999,
+                "eps": 1e-8,
+            },
+            "schedule": {"kind": "constant", "warmup_steps": 0},
+            "contrastive": {"document_length": 16},
+        },
+    )
+    (chosen,) = run_ranks(fit_and_list, 1, tree)
+    ours = [each["loss"] for each in records(tmp_path / "run").values()]
+
+    model = sentence_transformers.SentenceTransformer(str(sentence_model), device="cpu")
+    loss_of = losses.MultipleNegativesRankingLoss(model, scale=20.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    model.train()
+    theirs = []
+    for numbers in chosen.reshape(STEPS, SIZE):
+        batch = [records_of_a[number] for number in numbers]
+        columns = [
+            [f"word1 word2 {each['query']}" for each in batch],
+            [each["positive"] for each in batch],
+            *([each["negatives"][i] for each in batch] for i in range(2)),
+        ]
+        loss = loss_of([model.preprocess(column) for column in columns], None)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        theirs.append(loss.item())
+    assert ours == pytest.approx(theirs, rel=1e-5)
+    assert theirs[-1] < theirs[0] - 0.5  # it has learnt
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not(corpus, pairs, tmp_path):
+    """On the ranks that it had bit for bit; on others, which add in another order, nearly."""
+    _, prefixes = pairs
+    whole = tree_of(corpus, prefixes, tmp_path / "whole")
+    run_ranks(fit, 2, whole)
+    expected = records(tmp_path / "whole")
+    stopped = tree_of(corpus, prefixes, tmp_path / "stopped")
+    run_ranks(fit, 2, merge(stopped, {"training": {"stop_after_step": 3}}))
+    shutil.copytree(tmp_path / "stopped", tmp_path / "moved")
+    run_ranks(fit, 2, stopped)
+    assert records(tmp_path / "stopped") == expected
+    moved = merge(stopped, {"run": {"directory": str(tmp_path / "moved")}})
+    moved = merge(moved, {"parallel": {"tensor_parallel_size": 2}, "batch": {"micro_batch_size": 8}})
+    run_ranks(fit, 2, moved, parallel=ParallelConfig(tensor_parallel_size=2))
+    for step, losses in records(tmp_path / "moved").items():
+        assert losses["loss"] == pytest.approx(expected[step]["loss"], rel=1e-5)
+    kept = records(tmp_path / "whole", "validation")
+    assert records(tmp_path / "moved", "validation")[6]["loss"] == pytest.approx(kept[6]["loss"], rel=1e-5)
+
+
+def test_pairs_and_masked_texts_in_one_run(corpus, pairs, tmp_path):
+    _, prefixes = pairs
+    tree = tree_of(corpus, prefixes, tmp_path / "run")
+    tree["objectives"] = {"contrastive": 0.5, "masked_lm": 0.5}
+    tree["model"]["max_position"] = 80
+    tree["data"]["train"].append({"prefix": str(corpus / "corpus_train")})
+    tree["data"]["validation"].append({"prefix": str(corpus / "corpus_validation")})
+    tree["training"] |= {"steps": 40, "eval_samples": 8 * SIZE, "eval_interval": 40}
+    tree["schedule"]["warmup_steps"] = 1
+    run_ranks(fit, 1, tree)
+    steps = list(records(tmp_path / "run").values())
+    kinds = [tuple(sorted(key for key in each if key.startswith("loss/"))) for each in steps]
+    assert set(kinds) == {("loss/contrastive",), ("loss/masked",)}  # each batch is of one corpus
+    for name in ("contrastive", "masked"):
+        losses = [each[f"loss/{name}"] for each in steps if f"loss/{name}" in each]
+        assert np.mean(losses[-4:]) < np.mean(losses[:4])
+    assert {"loss/contrastive", "loss/masked"} <= records(tmp_path / "run", "validation")[40].keys()
