@@ -472,7 +472,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: all cores)")
     add("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="(default: all)")
     add("--languages", nargs="+", choices=PACKAGES, default=list(PACKAGES), help="(default: all)")
-    for family, (_, _, name) in FAMILIES.items():
+    for family, (_, name) in FAMILIES.items():
         add(f"--{family}", metavar=name, help="use this tokenizer instead of training one")
     add("--json", action="store_true", help="also print the results as one JSON line")
     for name in ("--yardstick", "--tokenizer", "--input", "--output"):

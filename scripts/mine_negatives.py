@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """Mine hard negatives of text pairs: the nearest documents that do not belong to a query. See docs/data_text_pairs.md.
 
+    python scripts/embed.py --checkpoint runs/v1 --input pairs.jsonl --text-key query --output queries.npy
+    python scripts/embed.py --checkpoint runs/v1 --input pairs.jsonl --text-key positive --output documents.npy
     python scripts/mine_negatives.py --input pairs.jsonl --query-vectors queries.npy \
         --document-vectors documents.npy --negatives 4 --output mined.jsonl
 

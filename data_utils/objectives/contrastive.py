@@ -127,6 +127,11 @@ class ContrastiveConfig(RowSizes):
             f"training.loss_normalization is {normalization}, but the loss of contrastive is of a global batch, not of "
             "micro-batches; set it to global_tokens or per_objective.",
         )
+        check(
+            not config.model.decoder_layers or config.parallel.pipeline_parallel_size == 1,
+            f"parallel.pipeline_parallel_size is {config.parallel.pipeline_parallel_size} with model.decoder_layers "
+            f"({config.model.decoder_layers}), but vectors are of the encoder alone; set it to 1.",
+        )
         size, ramp = config.batch.global_batch_size, config.batch.ramp
         check(
             ramp is None and not any("ramp" in phase.batch for phase in config.phases),

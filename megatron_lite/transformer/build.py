@@ -67,6 +67,8 @@ class ModelSpec:
 
     def is_unused(self, name: str, config: Config) -> bool:
         """Whether a parameter has no part in the loss. It has no gradient, and stays as it is."""
+        if config.task is None and all(c.section.own_corpora == TEXT_PAIRS for c in config.objective_choices):
+            return name.startswith("heads.")  # the loss is of vectors
         if config.task is None:
             return name.startswith("heads.sentence.") and not config.has_sentence_labels
         pooler = {"transform": "heads.projection."}.get(

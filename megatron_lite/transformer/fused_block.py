@@ -11,7 +11,7 @@ Shapes: T tokens, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -187,8 +187,7 @@ class _PartialSums(NamedTuple):
     """Sums over tokens that a kernel has left to be finished."""
 
     sums: torch.Tensor  # fp32 [P, ..]
-    # Whose gradients they are, side by side; None = there is none.
-    parameters: tuple[torch.Tensor | None, ...]
+    parameters: tuple[Any, ...]  # whose gradients they are, side by side; None = there is none
 
 
 class FusedBlock(torch.autograd.Function):
@@ -237,7 +236,7 @@ class FusedBlock(torch.autograd.Function):
         finished = finish_sums_kernel([each.sums for each in sums], block.mlp_norm.weight)
         gradients = finished.split([parameter.shape[0] for parameter in parameters])
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            block.accumulate(cast(nn.Parameter, parameter), gradient)
+            block.accumulate(parameter, gradient)
         return d_hidden, d_x if ctx.has_x else None, None
 
 
@@ -322,7 +321,7 @@ def _norm_backward(
     norm: _Norm,
     stats: torch.Tensor,
     dropout: FeatureDropout | tuple[None, int, float],
-    x_bias: nn.Parameter | None,
+    x_bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, _PartialSums]:
     """The gradients of the two terms of a sum, residual and branch, from those of the sum and of its norm."""
     d_residual, d_branch, sums = add_norm_backward_kernel(

@@ -35,7 +35,6 @@ class Layout(NamedTuple):
     zero: int = 1
     sequence: bool = False
     pooling: str = "mean"
-    precision: str = "fp32"
 
     @property
     def ranks(self) -> int:
@@ -51,7 +50,7 @@ def config_of(layout: Layout) -> Config:
         "objectives": {"contrastive": 1.0},
         "contrastive": {"query_length": 8, "document_length": 16, "matryoshka_sizes": [32, 8]},
         "embedding": {"pooling": layout.pooling, "include_prompt": layout.pooling != "mean"},
-        "training": {"steps": 10, "precision": layout.precision},
+        "training": {"steps": 10, "precision": "fp32"},
         "batch": {"micro_batch_size": layout.size, "global_batch_size": RECORDS},
         "optimizer": {"clip_grad_norm": 0.5},
         "parallel": {
@@ -152,8 +151,8 @@ def train(context, layout: Layout) -> list[tuple[float, float]]:
 
 
 @functools.cache
-def one_process(pooling: str, precision: str = "fp32") -> list[tuple[float, float]]:
-    return run_ranks(train, 1, Layout(pooling=pooling, precision=precision))[0]
+def one_process(pooling: str) -> list[tuple[float, float]]:
+    return run_ranks(train, 1, Layout(pooling=pooling))[0]
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last"])

@@ -89,7 +89,7 @@ def written(tmp_path_factory):
         (lambda d: edit(d, hidden_act="tanh"), ("hidden_act is 'tanh'", "one of gelu")),
         (lambda d: edit(d, architectures=["GlmForTokenClassification"]), ("'GlmForToken", "only GlmForCausalLM")),
         (lambda d: edit(d, attention_bias=False), ("also has model.layers.0-2.self_attn.k_proj.bias",)),
-        (lambda d: edit(d, num_key_value_heads=4), ("num_key_value_heads (4)", "32")),
+        (lambda d: edit(d, num_key_value_heads=4), ("k_proj.weight (3)", "shape [32, 48], but the model needs [64,")),
         (lambda d: edit(d, num_key_value_heads=3), ("num_key_value_heads (3) must divide",)),
         (lambda d: edit(d, **rope("default", partial_rotary_factor=0.2)), ("rotary_share (0.2)", "an even number")),
         (lambda d: edit(d, tie_word_embeddings=True), ("lm_head.weight differs", "tied")),

@@ -10,13 +10,6 @@ from megatron_lite.report.curves import COLUMNS, MAX_CURVES, MAX_EVENTS, MAX_FIL
 from megatron_lite.telemetry.records import read_metrics
 
 
-def test_few_values_are_all_kept():
-    curve = Curve()
-    for step in range(1, 101):
-        curve.add(step, math.sin(step))
-    assert curve.points() == [(step, math.sin(step)) for step in range(1, 101)]
-
-
 def test_very_many_values_become_few_points_between_the_same_heights():
     curve, spikes = Curve(), {12_345: 50.0, 170_001: -40.0}
     values = [spikes.get(step, float(step * 7919 % 1009)) / 3 for step in range(200_000)]

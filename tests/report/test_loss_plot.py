@@ -9,7 +9,7 @@ import pytest
 from matplotlib import pyplot
 
 from data_utils.common.errors import CheckpointError, ConfigError, DataError
-from megatron_lite.report.loss_plot import draw_objectives, draw_total, series
+from megatron_lite.report.loss_plot import draw_objectives, draw_total
 from scripts.report import main
 
 TRAIN = [{"kind": "train", "step": step, "loss": 8.0 - step / 10} for step in range(1, 30)]
@@ -51,10 +51,6 @@ def test_lines_of_the_axes() -> None:
     labels = [line.get_label() for line in objective_axes.get_lines() if not line.get_label().startswith("_")]
     assert labels == ["token", "document", "unigram"]
     pyplot.close(figure)
-
-
-def test_series_skips_records_without_the_name() -> None:
-    assert series([{"step": 1, "a": 2.0}, {"step": 2}, {"step": 3, "a": 1.0}], "a") == ([1, 3], [2.0, 1.0])
 
 
 def test_errors(tmp_path: Path) -> None:

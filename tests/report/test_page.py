@@ -311,9 +311,14 @@ def test_scores_are_shown(tmp_path):
     assert "nats - 2.5 -" in found.text and "f1 - - 0.5" in found.text
 
 
-@pytest.mark.parametrize("name", ["scores.json", "results.json"])
 @pytest.mark.parametrize(
-    "content", [b"{", b"[1]", b'{"files": 3}', b'{"model": {"nats": "x"}}', b'{"files": {"a": {}}}']
+    ("name", "content"),
+    [
+        ("scores.json", b"{"),
+        ("scores.json", b'{"model": {"nats": "x"}}'),
+        ("results.json", b"[1]"),
+        ("results.json", b'{"files": {"a": {}}}'),
+    ],
 )
 def test_damaged_scores_are_a_note(name, content, tmp_path):
     run = write_records(tmp_path / "run", [train(1)])

@@ -47,7 +47,6 @@ PACKAGES = (
     "megatron_lite.models.optimus",
     "megatron_lite.models.electra",
     "megatron_lite.models.ernie_thu",
-    "megatron_lite.models.contrastive",
     "megatron_lite.finetune",
     "megatron_lite.analysis",
     "pretrain_glm",

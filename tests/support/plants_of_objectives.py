@@ -154,8 +154,8 @@ OBJECTIVES = (
     Plant(
         "texts of pairs cut before their prompt",
         "data_utils/objectives/contrastive.py",
-        "end = _write_text(row, offset, text, start, length, tables, settings)",
-        "end = _write_text(row, offset, text, start + chunk_lengths[chunk] - length, length, tables, settings)",
+        "end = _write_text(row, offset, chunks.tokens[start : start + length], specials, settings)",
+        "end = _write_text(row, offset, chunks.tokens[: start + chunks.lengths[k]][-length:], specials, settings)",
         (f"{TEXT_PAIRS}::test_texts_stand_as_transformers_reads_them",),
     ),
     Plant(

@@ -7,6 +7,12 @@ from support.plant import Plant
 VECTORS = "tests/embedding/test_vectors.py"
 POOLING = "megatron_lite/transformer/pooling.py"
 EMBEDDER = "megatron_lite/embedding/embedder.py"
+LOSSES, STEP = "megatron_lite/transformer/pair_losses.py", "megatron_lite/engine/vector_loss.py"
+LAYOUTS, PAIRS = "tests/embedding/test_layouts.py", "tests/embedding/test_pair_losses.py"
+CHUNKS, TWO_RANKS = (
+    f"{LAYOUTS}::test_layouts_equal_one_process[tensor1-pipeline1-data{ranks}-size2-zero1-sequenceFalse-poolingmean]"
+    for ranks in (1, 2)
+)
 
 EMBEDDINGS = (
     Plant(
@@ -43,5 +49,62 @@ EMBEDDINGS = (
         "vectors = vectors[:, :dimensions]\n    return F.normalize(vectors, dim=-1) if normalize else vectors",
         "vectors = F.normalize(vectors, dim=-1) if normalize else vectors\n    return vectors[:, :dimensions]",
         (f"{VECTORS}::test_a_cut_vector_is_normalized_anew",),
+    ),
+    Plant(
+        "the gradient of a rank's own rows alone",
+        STEP,
+        "all_reduce(gradient, group)",
+        "pass",
+        (TWO_RANKS,),
+    ),
+    Plant(
+        "the rows of a rank compared with those of the first rank",
+        STEP,
+        "rows = own[own >= 0]",
+        "rows = np.arange(int((own >= 0).sum()))",
+        (TWO_RANKS,),
+    ),
+    Plant(
+        "cosines divided by the temperature twice",
+        LOSSES,
+        "scores = rows @ columns.T / self.temperature",
+        "scores = rows @ columns.T / self.temperature / self.temperature",
+        (f"{PAIRS}::test_info_nce_is_sentence_transformers_class",),
+    ),
+    Plant(
+        "the loss of pairs divided by the records of one rank",
+        STEP,
+        "return sums, [scale * gradient for gradient in gradients]",
+        "return sums, [group.size * scale * gradient for gradient in gradients]",
+        (TWO_RANKS,),
+    ),
+    Plant(
+        "cosines in bf16",
+        LOSSES,
+        "vectors = vectors.float()",
+        "vectors = vectors.bfloat16().float()",
+        (f"{PAIRS}::test_info_nce_is_sentence_transformers_class",),
+    ),
+    Plant(
+        "Matryoshka's vectors not normalized anew",
+        LOSSES,
+        "unit = F.normalize(cut, dim=-1)",
+        "unit = cut / vectors.norm(dim=-1, keepdim=True)",
+        (f"{PAIRS}::test_matryoshka_is_sentence_transformers_class",),
+    ),
+    Plant(
+        "equal texts as negatives of each other",
+        LOSSES,
+        "return (texts == own_query[:, None]) | (texts == own_positive[:, None]) | ~is_used",
+        "return (~is_used).expand(len(rows), -1)",
+        (f"{PAIRS}::test_texts_that_are_no_negatives_are_left_out",),
+    ),
+    Plant(
+        "other dropout in the second pass of a step of pairs",
+        "megatron_lite/engine/plain.py",
+        "again = vectors[0] if is_only else self._engine(self._on_device(micro_batch))[0]",
+        "micro_batch = __import__('dataclasses').replace(micro_batch, dropout=None)\n"
+        "            again = vectors[0] if is_only else self._engine(self._on_device(micro_batch))[0]",
+        (CHUNKS,),
     ),
 )

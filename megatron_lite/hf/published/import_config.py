@@ -31,7 +31,7 @@ from megatron_lite.hf.published.tokenizers import (
     puts_before_texts,
     require_same_ids,
 )
-from megatron_lite.hf.published.write_config import different_options
+from megatron_lite.hf.published.write_config import DERIVED, different_options
 from megatron_lite.transformer.init import initialize_parameters
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,9 @@ def _task_length(model: ModelConfig) -> dict[str, int]:
 def require_same_model(key: str, model: ModelConfig, source: PublishedSource) -> None:
     """Raise ConfigError unless a section computes what the imported weights do. Args: key: of the section."""
     imported = build(ModelConfig, source.settings, "model.")
-    for name, (ours, theirs) in sorted(different_options(model, imported).items()):
+    different = different_options(model, imported)
+    for name in sorted(different, key=lambda name: (name in DERIVED, name)):  # what follows from others last
+        ours, theirs = different[name]
         raise ConfigError(
             f"{key}.{name} is {shown(ours)}, but {source.path} has {shown(theirs)}; leave it out, or set it to that."
         )

@@ -23,7 +23,7 @@ from megatron_lite.hf.published.systems import published_system
 NOT_IN_FILES = OF_TRAINING | {"span_boundary_places", "class_heads", "task_rows"}
 
 # Options that may be null, and what they then stand for.
-_DERIVED = {"ffn_size": "inner_size", "head_dim": "head_size", "num_key_value_heads": "key_value_heads"}
+DERIVED = {"ffn_size": "inner_size", "head_dim": "head_size", "num_key_value_heads": "key_value_heads"}
 
 
 def hf_config(config: ModelConfig, base: Mapping[str, Any], labels: Sequence[str] = ()) -> PretrainedConfig:
@@ -40,8 +40,8 @@ def hf_config(config: ModelConfig, base: Mapping[str, Any], labels: Sequence[str
         value = getattr(config, entry.ours)
         if value is None and entry.null_as is not None:
             value = getattr(config, entry.null_as)
-        if entry.ours in _DERIVED and field_of(default, entry.theirs) is not None:  # GPT-2's is None, as ours
-            value = getattr(config, _DERIVED[entry.ours])
+        if entry.ours in DERIVED and field_of(default, entry.theirs) is not None:  # GPT-2's is None, as ours
+            value = getattr(config, DERIVED[entry.ours])
         if entry.ours in system.optional and not value:
             continue  # the class's default, which it does not use
         for name, number in zip(entry.numbers, value if entry.numbers else (), strict=False):
@@ -118,7 +118,7 @@ def _require_expressed(
 def different_options(model: ModelConfig, other: ModelConfig) -> dict[str, tuple[Any, Any]]:
     """Dotted names of the options in which two models differ -> both values. Files do not tell those left out."""
     ours, theirs = (
-        dict(leaves(to_tree(each))) | {name: getattr(each, known) for name, known in _DERIVED.items()}
+        dict(leaves(to_tree(each))) | {name: getattr(each, known) for name, known in DERIVED.items()}
         for each in (model, other)
     )
     return {

@@ -218,8 +218,8 @@ def test_objectives_of_pairs_alone_and_a_validation_of_pairs(corpus, pairs):
             "masked_lm has a positive weight, but no corpus without an objective of its own has one",
         ),
         ({"data": {"validation": [{"prefix": "a"}]}}, "relevance has a positive weight"),
-        ({"data": {"region": 4096}}, "data.region is 4096, but pairs are never truncated; set it to 0"),
-        ({"data": {"short_prob": 0.1}}, "data.short_prob is 0.1, but pairs are never truncated; set it to 0"),
+        ({"data": {"region": 4096}}, "data.region is 4096, but pairs are no windows of text; set it to 0"),
+        ({"data": {"short_prob": 0.1}}, "data.short_prob is 0.1, but pairs are no windows of text; set it to 0"),
         (
             {"phases": [{"steps": 3, "sequence_length": 32}, {}]},
             "relevance packs whole documents",
