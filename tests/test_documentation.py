@@ -21,6 +21,7 @@ from megatron_lite.config.tree import Config
 
 SETTINGS = set(setting_names(Config))
 SECTIONS = {name.partition(".")[0] for name in SETTINGS}
+ENDINGS = ("py", "yaml", "json", "md", "model", "safetensors")  # of files
 # A command of the guide: the script, and the rest of its line or inline code, continued lines included.
 COMMANDS = re.compile(r"(?:python|deepspeed(?: --\S+ \d+)?) ((?:\w+/)*\w+\.py)((?:\\\n|[^\n`])*)")
 ENVIRONMENT_READERS = {
@@ -137,7 +138,7 @@ def test_settings_exist(page):
     """Words such as optimizer.lr: a section's name, then one of its keys or (as a prefix) a file or attribute."""
     text = re.sub(r"```diff\n.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)  # not applied here
     for section, key in re.findall(r"(?<![\w/.])(\w+)\.(\w+)(?=[=:`\s,;)])", text):
-        if section in SECTIONS and key not in ("py", "yaml", "json", "md", "model", "safetensors", "version"):
+        if section in SECTIONS and key not in (*ENDINGS, "version", "weight"):  # weight: a tensor's name
             names = {name for name in SETTINGS if name.startswith(f"{section}.{key}")}
             assert names, f"{section}.{key}"
 
