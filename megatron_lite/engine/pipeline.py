@@ -302,12 +302,11 @@ class _Stages(PipelineModule):
         x: Any = inputs.split(hidden) if has_two else hidden
         is_last = self._local_stop == len(self._layer_specs)
         has_vectors = is_last and isinstance(micro_batch.extra_inputs, PairInputs)
-        for layer in (
-            self.forward_funcs[:-1] if has_vectors else self.forward_funcs
-        ):  # texts predict no tokens
+        # The vectors of texts predict no tokens.
+        for layer in self.forward_funcs[:-1] if has_vectors else self.forward_funcs:
             x = layer(x, inputs)
         if has_vectors:
-            return self._vector_loss(x) * loss_factor
+            return self.vector_loss(x) * loss_factor
         if is_last:
             return self.sum_losses(x, inputs.micro_batch) * loss_factor
         # DeepSpeed sends one tensor of one shape.
@@ -327,7 +326,7 @@ class _Stages(PipelineModule):
         self.objective_sums[:, : per_objective.shape[1]] += per_objective
         return loss_sum
 
-    def _vector_loss(self, vectors: torch.Tensor) -> torch.Tensor:
+    def vector_loss(self, vectors: torch.Tensor) -> torch.Tensor:
         """A number whose gradient is that of the loss; in a first pass, which needs none, 0."""
         if self.gradients is None:
             self.vectors.append(vectors)
