@@ -47,6 +47,7 @@ PACKAGES = (
     "megatron_lite.models.optimus",
     "megatron_lite.models.electra",
     "megatron_lite.models.ernie_thu",
+    "megatron_lite.models.text_pairs",
     "megatron_lite.finetune",
     "megatron_lite.analysis",
     "pretrain_glm",
