@@ -9,6 +9,7 @@ from data_utils.common.errors import ConfigError
 from data_utils.common.setting_files import shown
 from data_utils.common.settings import check
 from data_utils.objectives import OBJECTIVES, objective_class
+from data_utils.objectives.own_corpora import TEXT_PAIRS
 from megatron_lite.config.attention import check_attention
 from megatron_lite.config.lora import check_updates
 from megatron_lite.config.systems import ENCODER_DECODERS, can_mean, usual_objective
@@ -318,7 +319,12 @@ def _check_task(config: Config) -> None:
 def _check_decoder(config: Config) -> None:
     """Check the settings that a model with encoder and decoder depends on. Raises: ConfigError."""
     count = config.model.decoder_layers
-    without = [choice.name for choice in config.objective_choices if not choice.section.has_target]
+    # Text pairs train the encoder, whose vectors they are.
+    without = [
+        choice.name
+        for choice in config.objective_choices
+        if not choice.section.has_target and choice.section.own_corpora != TEXT_PAIRS
+    ]
     check(
         not count or not without,
         f"model.decoder_layers is {count}, but {', '.join(without)} does not train a decoder; set it to "

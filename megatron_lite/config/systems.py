@@ -138,6 +138,13 @@ _SENTENCE_LABELS = {
 }  # fmt: skip
 
 
+# The form of one text that is not BERT's, [CLS] x [SEP].
+_TEXT_FORMS: dict[str | None, str] = {
+    **dict.fromkeys((None, "glm", "glm130b"), "glm"), **dict.fromkeys(("t5", "t5_1_1", "mt5"), "t5"),
+    "bart": "bart", "xlnet": "xlnet",
+}  # fmt: skip
+
+
 def usual_objective(system: str | None) -> str:
     """The objective on which a system's paper trains it; blank infilling without a system."""
     if system is None or system in _GLMS:
@@ -163,11 +170,26 @@ def reads_both_ways(system: str | None, name: str) -> bool:
     return is_glm or (system in CAUSAL and name == "masked_diffusion")
 
 
+def text_form(system: str | None) -> str:
+    """How a system reads one text: a form of the objective contrastive. Without a system it is GLM."""
+    return "causal" if system in CAUSAL else _TEXT_FORMS.get(system, "bert")
+
+
 def with_objective(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A tree of settings with the objective of `model.system` and that objective's section, if it names none."""
+    """A tree of settings with the objective of `model.system` and that objective's section, if it names none.
+
+    An objective whose texts every system reads in a form of its own gets that form, if it names none.
+    """
     found = tree.get("model")
     model: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
     system = model.get("system")
+    objectives = tree.get("objectives")
+    if (
+        isinstance(objectives, Mapping)
+        and objectives.get("contrastive")
+        and (system is None or system in SYSTEMS)
+    ):
+        tree = merge({"contrastive": {"form": text_form(system)}}, tree)
     if tree.get("objectives", {}) != {} or not isinstance(system, str) or system not in SYSTEMS:
         return dict(tree)
     if system in _GLMS:

@@ -170,6 +170,19 @@ def test_a_system_alone_is_trained_on_its_own_objective(system, tmp_path):
     assert config.training.loss_normalization == normalization
 
 
+@pytest.mark.parametrize(
+    ("system", "form"),
+    [(None, "glm"), ("modernbert", "bert"), ("t5_1_1", "t5"), ("xlnet", "xlnet"), ("llama", "causal")],
+)
+def test_text_pairs_are_written_as_the_system_reads_a_text(system, form, tmp_path):
+    chosen = ["objectives={contrastive: 1}", *([] if system is None else [f"model.system={system}"])]
+    chosen += ["model.decoder_layers=2"] if form == "t5" else []
+    assert read(tmp_path, *chosen).objective_sections["contrastive"].form == form
+    assert (
+        read(tmp_path, *chosen, "contrastive.form=prefix").objective_sections["contrastive"].form == "prefix"
+    )
+
+
 def test_an_objective_that_is_given_has_precedence_unless_the_class_cannot_mean_it(tmp_path):
     config = read(tmp_path, "model.system=llama", "objectives={masked_diffusion: 1}")
     assert config.objectives == {"masked_diffusion": 1}

@@ -36,6 +36,7 @@ class Layout(NamedTuple):
     zero: int = 1
     sequence: bool = False
     pooling: str = "mean"
+    system: str = "bert"
 
     @property
     def ranks(self) -> int:
@@ -45,8 +46,8 @@ class Layout(NamedTuple):
 def config_of(layout: Layout) -> Config:
     tree = {
         "model": {
-            "system": "bert", "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": VOCABULARY,
-            "max_position": 64, "sentence_classes": 0,
+            "system": layout.system, "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": VOCABULARY,
+            "max_position": 64, "sentence_classes": 0, "decoder_layers": 2 * (layout.system == "t5"),
         },
         "objectives": {"contrastive": 1.0},
         "contrastive": {"query_length": 8, "document_length": 16, "matryoshka_sizes": [32, 8]},
@@ -152,8 +153,8 @@ def train(context, layout: Layout) -> list[tuple[float, float]]:
 
 
 @functools.cache
-def one_process(pooling: str) -> list[tuple[float, float]]:
-    return run_ranks(train, 1, Layout(pooling=pooling))[0]
+def one_process(pooling: str, system: str = "bert") -> list[tuple[float, float]]:
+    return run_ranks(train, 1, Layout(pooling=pooling, system=system))[0]
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
@@ -171,10 +172,13 @@ def test_one_process_equals_plain_torch(pooling):
         Layout(data=2, size=4, zero=3),
         Layout(pipeline=2, data=2, size=2),
         Layout(pipeline=2, tensor=2, size=1, pooling="cls"),
+        Layout(data=2, size=2, system="t5"),
     ],
     ids=lambda layout: "-".join(f"{k}{v}" for k, v in layout._asdict().items()),
 )
 def test_layouts_equal_one_process(layout):
     parallel = ParallelConfig(tensor_parallel_size=layout.tensor, pipeline_parallel_size=layout.pipeline)
     for found in run_ranks(train, layout.ranks, layout, parallel=parallel):
-        assert np.array(found) == pytest.approx(np.array(one_process(layout.pooling)), rel=1e-5)
+        assert np.array(found) == pytest.approx(
+            np.array(one_process(layout.pooling, layout.system)), rel=1e-5
+        )

@@ -10,7 +10,7 @@ EMBEDDER = "megatron_lite/embedding/embedder.py"
 LOSSES, STEP = "megatron_lite/transformer/pair_losses.py", "megatron_lite/engine/vector_loss.py"
 LAYOUTS, PAIRS = "tests/embedding/test_layouts.py", "tests/embedding/test_pair_losses.py"
 CHUNKS, TWO_RANKS = (
-    f"{LAYOUTS}::test_layouts_equal_one_process[tensor1-pipeline1-data{ranks}-size2-zero1-sequenceFalse-poolingmean]"
+    f"{LAYOUTS}::test_layouts_equal_one_process[tensor1-pipeline1-data{ranks}-size2-zero1-sequenceFalse-poolingmean-systembert]"
     for ranks in (1, 2)
 )
 

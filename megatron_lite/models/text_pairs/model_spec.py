@@ -19,7 +19,14 @@ class TextPairSpec(ModelSpec):
 
     def is_unused(self, name: str, config: Config) -> bool:
         has_others = any(c.section.own_corpora != TEXT_PAIRS for c in config.objective_choices)
-        return super().is_unused(name, config) if has_others else name.startswith("heads.")
+        if has_others:
+            return super().is_unused(name, config)
+        of_decoder = ("decoder_embedding.", "decoder_relative_bias.", "final_layernorm.")
+        if not config.model.decoder_layers:
+            return name.startswith("heads.")
+        layer = name.removeprefix("layers.").split(".")[0]
+        is_decoders = layer.isdecimal() and int(layer) >= config.model.num_layers
+        return is_decoders or name.startswith(("heads.", *of_decoder))
 
 
 MODEL_SPEC = TextPairSpec()
