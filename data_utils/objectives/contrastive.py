@@ -62,8 +62,8 @@ class ContrastiveConfig(RowSizes):
     )
     form: str = setting(
         "bert",
-        "How a text is written: bert ([CLS] x [SEP]), glm and bart ([CLS] x eos), prefix ([CLS] x), causal (eos x, each "
-        "token sees those before it), t5 (x eos), xlnet (x [SEP] [CLS]). Files that leave it out get that of "
+        "How a text is written: bert ([CLS] x [SEP]), glm and bart ([CLS] x eos), prefix ([CLS] x), causal (eos x, "
+        "from left to right), t5 (x eos), xlnet (x [SEP] [CLS]). Files that leave it out get that of "
         "model.system.",
         one_of=tuple(FORMS),
     )
