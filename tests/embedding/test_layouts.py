@@ -47,7 +47,8 @@ def config_of(layout: Layout) -> Config:
     tree = {
         "model": {
             "system": layout.system, "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4,
-            "vocab_size": VOCABULARY, "max_position": 64, "sentence_classes": 0, "decoder_layers": 2 * (layout.system == "t5"),
+            "vocab_size": VOCABULARY, "max_position": 64, "sentence_classes": 0,
+            "decoder_layers": 2 * (layout.system == "t5"),
         },
         "objectives": {"contrastive": 1.0},
         "contrastive": {"query_length": 8, "document_length": 16, "matryoshka_sizes": [32, 8]},
