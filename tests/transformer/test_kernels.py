@@ -89,6 +89,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
     slow_but(
         [(0.3, True, True), (0.0, False, False)],
         itertools.product([0.0, 0.3], [False, True], [False, True]),
+        of_several_names=True,
     ),
 )
 def test_sums(dtype, p, with_bias, with_hidden):
@@ -116,6 +117,7 @@ def rms_norm(x, gain, _):
     slow_but(
         [(0.3, "sum with bias"), (0.0, "norm alone")],
         itertools.product([0.0, 0.3], ["norm alone", "sum", "sum with bias"]),
+        of_several_names=True,
     ),
 )
 @pytest.mark.parametrize(
