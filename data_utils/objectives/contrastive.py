@@ -63,8 +63,8 @@ class ContrastiveConfig(RowSizes):
     form: str = setting(
         "bert",
         "How a text is written: bert ([CLS] x [SEP]), glm and bart ([CLS] x eos), prefix ([CLS] x), causal (eos x, "
-        "from left to right), t5 (x eos), xlnet (x [SEP] [CLS]). Where it is left out, that of "
-        "model.system.",
+        "from left to right), t5 (x eos), xlnet (x [SEP] [CLS]). Where it is left out, as "
+        "model.system has it.",
         one_of=tuple(FORMS),
     )
     loss: str = setting(

@@ -21,6 +21,7 @@ from megatron_lite.config.tree import Config
 # Words of a setting's key or help that make it a path.
 PATH = re.compile(r"director|\bpath\b|\bprefix\b|\bfiles?\b|\brun or\b|_from\b|\bstore\b", re.I)
 NO_PATHS = {  # what else has such a word: a number, a switch, a name
+    "contrastive.form",
     "fill_in_middle.prefix_token",
     *("tokenizer.kind", "decoder_tokenizer.kind", "tokenizer.added_tokens", "decoder_tokenizer.added_tokens"),
     *("model.system", "decoder.system", "checkpoint.resume", "checkpoint.initialize", "run.tensorboard"),
