@@ -62,7 +62,7 @@ from megatron_lite.transformer.norms import final_layernorm
 from megatron_lite.transformer.pairs import PairInputs
 from megatron_lite.transformer.pooling import pool
 from megatron_lite.transformer.position_bias import Table, relative_tables
-from megatron_lite.transformer.residual import Hidden, materialize
+from megatron_lite.transformer.residual import Hidden, Residual, materialize
 from megatron_lite.transformer.tensor_parallel import TensorParallel, VocabParallelEmbedding
 
 _HeadOutputs = tuple[torch.Tensor, torch.Tensor]  # the vectors that predict tokens, class logits
@@ -310,7 +310,7 @@ class _Stages(PipelineModule):
         if is_last:
             return self.sum_losses(x, inputs.micro_batch) * loss_factor
         # DeepSpeed sends one tensor of one shape.
-        return torch.cat(x) if isinstance(x, tuple) else materialize(x)
+        return materialize(x) if isinstance(x, torch.Tensor | Residual) else torch.cat(x)
 
     def sum_losses(self, logits: _Logits, micro_batch: MicroBatch) -> torch.Tensor:
         """The sum of a micro-batch's losses; adds to `objective_sums`."""

@@ -118,7 +118,9 @@ MIXTURE = {  # of what reads plain text
     "objectives": {
         name: 1.0
         for name, made in OBJECTIVES.items()
-        if made.config_class.own_model_advice is None and made.config_class().token_annotation is None
+        if made.config_class.own_model_advice is None
+        and made.config_class().token_annotation is None
+        and made.config_class().own_corpora is None
     },
     "masked_lm": {"next_sentence": True},
     "model": {
