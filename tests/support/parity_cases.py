@@ -171,6 +171,10 @@ class Case:
     @property
     def tolerances(self) -> dict[str, float]:
         """The largest difference of each kind from one process."""
+        if self.variant == "deepnorm" and self.precision == "fp32":
+            # Gradients agree as elsewhere; of some biases they are so small that AdamW, which divides by their root,
+            # enlarges the rounding.
+            return TOLERANCES["fp32"] | {"weights": 5e-5}
         return TOLERANCES[self.precision]
 
     @property
