@@ -163,7 +163,7 @@ LLAMA3 = {
         ("llama", lambda d: edit(d, mlp_bias=True), ("mlp_bias is", "only")),
         ("llama", lambda d: edit(d, hidden_act="tanh"), ("hidden_act is 'tanh'", "one of gelu")),
         ("llama", lambda d: edit(d, num_key_value_heads=3), ("num_key_value_heads (3) must divide",)),
-        ("llama", lambda d: edit(d, head_dim=12), ("q_proj.weight (3) has shape [64, 48], but the model needs [48, 48]",)),
+        ("llama", lambda d: edit(d, head_dim=12), ("shape [64, 48], but the model needs [48, 48]",)),
         ("llama", lambda d: edit(d, tie_word_embeddings=True), ("lm_head.weight differs", "tied")),
         ("llama", lambda d: edit(d, architectures=["LlamaForTokenClassification"]),
          ("'LlamaForTokenClassification'", "only LlamaForCausalLM")),

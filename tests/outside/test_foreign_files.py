@@ -102,8 +102,6 @@ def small_state_files(root, corpus):
     def take():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(lease, "STALE_SECONDS", 0.0)
-            patch.setattr(lease, "SETTLE_SECONDS", 0.0)
-            patch.setattr(lease, "_wait_for_record", lease.Holder.read)
             lease.acquire(run, "trains").release()
 
     yield fuzz.Target("LEASE", run / "LEASE", take)
