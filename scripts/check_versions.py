@@ -52,8 +52,8 @@ CORE = {
         "data/objectives/test_recipes.py::test_compiled_and_plain_python_agree",
     ),
     "undocumented names": ("data/common/test_private_names.py", "config/test_deepspeed_table.py"),
-    "model": ("model/test_compat.py", "model/test_model.py", "model/test_attention.py"),
-    "kernels": ("model/test_kernels.py",),
+    "model": ("transformer/test_compat.py", "transformer/test_model.py", "transformer/test_attention.py"),
+    "kernels": ("transformer/test_kernels.py",),
     "training": ("train/test_engine.py", "train/test_pretrain_cli.py"),
     "optimizers": ("train/test_optimizers.py::test_fifty_steps_match_the_library",),
     "tensor and pipeline parallelism": (
