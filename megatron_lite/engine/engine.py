@@ -25,6 +25,7 @@ from torch import nn
 from data_utils.common.errors import DeviceMemoryError
 from megatron_lite.checkpoint.fragments import Fragment
 from megatron_lite.config.deepspeed_options import default_bucket_size
+from megatron_lite.config.phase_plan import PhasePlan
 from megatron_lite.config.tree import Config
 from megatron_lite.engine import nvidia_apex
 from megatron_lite.engine.deepspeed_engines import deepspeed_engine, quiet_deepspeed
@@ -35,6 +36,7 @@ from megatron_lite.engine.parameter_groups import (
     make_adamw,
     parameter_groups,
 )
+from megatron_lite.engine.vector_loss import pair_section, vector_sums
 from megatron_lite.engine.zero3 import Zero3
 from megatron_lite.optim.buckets import Bucket
 from megatron_lite.optim.ema import Averages
@@ -333,6 +335,17 @@ class Engine(ABC):
     def annealed(self) -> dict[str, float]:
         """Weights that the loss of the last step had, by name, for the records."""
         return {}
+
+    def _vector_sums(
+        self, vectors: Sequence[torch.Tensor], micro_batches: Sequence[MicroBatch], num_losses: int
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """`vector_sums` with the settings of the step's phase."""
+        section = pair_section(self._phase_plan.config(self._step - 1))
+        return vector_sums(vectors, micro_batches, section, self.context.dp, num_losses)
+
+    @functools.cached_property
+    def _phase_plan(self) -> PhasePlan:
+        return self._config.phase_plan  # builds the configuration of each phase: once, not in each step
 
     def _begin_step(self, micro_batches: int, lr: float) -> None:
         self._zero.begin(micro_batches)

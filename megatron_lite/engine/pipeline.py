@@ -30,7 +30,6 @@ from megatron_lite.config.tree import Config
 from megatron_lite.engine.deepspeed_engines import quiet_deepspeed
 from megatron_lite.engine.engine import Engine, StepResult
 from megatron_lite.engine.parameter_groups import SHARED_BY_STAGES
-from megatron_lite.engine.vector_loss import vector_sums
 from megatron_lite.parallel.collectives import gather_tokens
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.transformer.attention_backends.interface import EncoderDecoderPlan
@@ -402,14 +401,7 @@ class PipelineEngine(Engine):
         if isinstance(micro_batches[0].extra_inputs, PairInputs):
             self._evaluate(micro_batches)
             if stages.vectors:
-                sums[:, :2], gradients = vector_sums(
-                    stages.vectors,
-                    micro_batches,
-                    self._config,
-                    self._step,
-                    self.context.dp,
-                    stages.num_losses,
-                )
+                sums[:, :2], gradients = self._vector_sums(stages.vectors, micro_batches, stages.num_losses)
         return sums, gradients
 
     def evaluate(self, batches: Sequence[Batch]) -> torch.Tensor:

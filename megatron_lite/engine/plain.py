@@ -8,7 +8,6 @@ import torch
 
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import Engine, StepResult
-from megatron_lite.engine.vector_loss import vector_sums
 from megatron_lite.optim.lr_multipliers import LrMultipliers
 from megatron_lite.parallel.context import Mpu, ParallelContext
 from megatron_lite.transformer.batch import Batch
@@ -80,23 +79,14 @@ class PlainEngine(Engine):
 
     def _vector_losses(self, micro_batches: Sequence[MicroBatch]) -> Iterator[_MicroBatchLoss]:
         """As `_losses`, of batches of pairs: the product of vectors and their gradients has the loss's gradient."""
-        is_only = (
-            len(micro_batches) == 1
-        )  # then the graph of the first pass is all there is, and serves the second
+        is_only = len(micro_batches) == 1  # its first pass keeps the graph, and there is no second one
         with torch.set_grad_enabled(is_only):
             vectors = [self._engine(self._on_device(micro_batch))[0] for micro_batch in micro_batches]
-        sums, gradients = self._vector_sums(vectors, micro_batches)
+        sums, gradients = self._vector_sums(vectors, micro_batches, self._model.num_losses)
         for micro_batch, gradient in zip(micro_batches, gradients, strict=True):
             again = vectors[0] if is_only else self._engine(self._on_device(micro_batch))[0]
             yield micro_batch, (again * gradient).sum(), sums
             sums = torch.zeros_like(sums)
-
-    def _vector_sums(
-        self, vectors: Sequence[torch.Tensor], micro_batches: Sequence[MicroBatch]
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        return vector_sums(
-            vectors, micro_batches, self._config, self._step, self.context.dp, self._model.num_losses
-        )
 
     def _on_device(self, micro_batch: MicroBatch) -> MicroBatch:
         return micro_batch.to(self.context.device, self._buffer_for(micro_batch))
@@ -117,7 +107,8 @@ class PlainEngine(Engine):
                     # Evaluation has no z-loss, so its third column stays 0.
                     sums[:, :2] += per_objective
             for outputs in pairs.values():
-                sums[:, :2] += self._vector_sums(*zip(*outputs, strict=True))[0]
+                vectors, micro_batches = zip(*outputs, strict=True)
+                sums[:, :2] += self._vector_sums(vectors, micro_batches, len(sums))[0]
         finally:
             self._model.end_evaluation()
         return sums

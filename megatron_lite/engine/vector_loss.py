@@ -2,8 +2,8 @@
 
 A softmax over a global batch needs all its vectors at once. So a step computes them first, without a graph, then the
 loss and its gradient for each vector, then each micro-batch again with this gradient (arXiv:2101.06983, GradCache). The
-result is that of one batch, in the memory of one micro-batch: dropout is a function of step, sample and position, so
-both passes drop the same.
+result equals one batch, with the activations of one micro-batch in memory: dropout is a function of step, sample and
+position, so both passes drop the same.
 """
 
 from __future__ import annotations
@@ -59,17 +59,15 @@ def on_device(records: PairRecords, is_there: torch.Tensor, device: torch.device
 def vector_sums(
     vectors: Sequence[torch.Tensor],
     micro_batches: Sequence[MicroBatch],
-    config: Config,
-    step: int,
+    section: ContrastiveConfig,
     group: Group,
     num_losses: int,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The loss of this rank's records, and the gradients of its vectors, both times the weight of the loss.
 
-    Args: vectors: of each micro-batch, see `vector_loss`. step: from 1.
+    Args: vectors: of each micro-batch, see `vector_loss`. section: of the step's phase.
     Returns: fp64 [losses, 2], sum and weight of each loss; fp32 [G, D] of each micro-batch.
     """
-    section = pair_section(config.phase_plan.config(step - 1))
     inputs = [micro_batch.extra_inputs for micro_batch in micro_batches]
     total, weight, gradients = vector_loss(vectors, inputs, group, pair_loss(section), matryoshka(section))
     scale = float(micro_batches[0].extra_weights)  # on the host; of a loss that is a mean, equal for all

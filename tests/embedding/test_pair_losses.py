@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from sentence_transformers.sentence_transformer import losses
 
 from megatron_lite.transformer.pair_losses import CoSent, InfoNce, Records, loss_and_gradient
 
@@ -45,7 +46,6 @@ def gradient_of(vectors: torch.Tensor, compute) -> tuple[torch.Tensor, torch.Ten
 
 @pytest.mark.parametrize("denominator", DIRECTIONS)
 def test_info_nce_is_sentence_transformers_class(denominator):
-    losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
     directions, mode = DIRECTIONS[denominator]
     theirs = losses.MultipleNegativesRankingLoss(
         torch.nn.Identity(), scale=20.0, directions=directions, partition_mode=mode
@@ -60,7 +60,6 @@ def test_info_nce_is_sentence_transformers_class(denominator):
 
 
 def test_cosent_is_sentence_transformers_class():
-    losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
     vectors, scores = vectors_of()[:, :2], torch.rand(N, generator=torch.Generator().manual_seed(1))
     scores[3] = scores[5]  # neither is above the other
     theirs = losses.CoSENTLoss(torch.nn.Identity(), scale=20.0)
@@ -76,7 +75,6 @@ def test_cosent_is_sentence_transformers_class():
 
 def test_matryoshka_is_sentence_transformers_class():
     """A cut vector is normalised anew."""
-    losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
     inner = losses.MultipleNegativesRankingLoss(torch.nn.Identity(), scale=20.0)
     vectors, sizes = vectors_of(), ((8, 1.0), (3, 0.5))
 

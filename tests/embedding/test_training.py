@@ -64,8 +64,8 @@ def tree_of(corpus, prefixes, directory, **changes) -> dict:
 @pytest.fixture(scope="module")
 def sentence_model(corpus, tmp_path_factory):
     """A directory of sentence-transformers with a small BERT, without dropout."""
-    modules = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
-    sentence_transformers = pytest.importorskip("sentence_transformers")
+    import sentence_transformers
+    from sentence_transformers.sentence_transformer import modules
     from transformers import BertConfig, BertModel, BertTokenizerFast
 
     directory = tmp_path_factory.mktemp("sentence_model")
