@@ -1,8 +1,8 @@
 """What a start may change in a run: its settings and corpora, compared with those of a checkpoint. Needs no torch.
 
 Each setting says by `on_resume` whether any start may change it ("free"), a phase for later steps ("phase"), or none
-("never"). The samples and the size of each step follow from the settings of "phase", from those below `data` and from
-the seed, so a branch of another run keeps them too; it may change the other settings of "never".
+("never"). A branch of another run keeps what says which samples were used: corpora, `data`, the seed, the steps of the
+phases and their samples; it may change everything else.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _MAX_SHOWN = 6  # differences in a message
 
 class Difference(NamedTuple):
     text: str  # `key: old value -> new value`
-    in_samples: bool  # whether the samples or the sizes of the steps are others
+    kind: str  # "never", "phase", or "samples": other samples were used
 
 
 def require_same_run(config: Config, checkpoint: Checkpoint, is_branch: bool = False) -> None:
     """Raise CheckpointError unless a run of `config` may go on from a checkpoint of its own, or branch off from it."""
     found = differences(config, checkpoint.trainer_state())
     if config.checkpoint.accept_changed_data:
-        found = [each for each in found if not each.in_samples]
+        found = [each for each in found if each.kind == "never"]
     if is_branch:
-        found = [each for each in found if each.in_samples]
+        found = [each for each in found if each.kind == "samples"]
     if found:
         problem = f"the run of {checkpoint.path} was trained with other settings: {shown(found)}"
         raise CheckpointError(f"{problem}. {_remedy(found, checkpoint)}.")
@@ -52,12 +52,12 @@ def _remedy(found: Sequence[Difference], checkpoint: Checkpoint) -> str:
     branch = (
         f"another run.directory with checkpoint.initialize_from={checkpoint.path} checkpoint.initialize=all"
     )
-    if not any(each.in_samples for each in found):
+    if all(each.kind == "never" for each in found):
         return f"Put the old values back, or branch off: {branch}"
     return (
         f"Put the old values back, set new ones in a phase that begins after step {checkpoint.step}, or accept that "
         "samples repeat or are left out: checkpoint.accept_changed_data=true"
-        + ("" if all(each.in_samples for each in found) else f", in {branch}")
+        + ("" if all(each.kind != "never" for each in found) else f", in {branch}")
     )
 
 
@@ -78,13 +78,15 @@ def differences(config: Config, state: TrainerState, is_over: bool = False) -> l
     recorded = recorded_config(state)
     rules = ("never", "phase") if is_over else ("never",)
     found = [
-        Difference(f"{key}: {old} -> {new}", key.startswith(("data.", "training.seed")))
+        Difference(
+            f"{key}: {old} -> {new}", "samples" if key.startswith(("data.", "training.seed")) else "never"
+        )
         for key, old, new in _changed_by_content(recorded, config)
         if resume_rule(key) in rules and not key.startswith("data.train")
     ]
     if not is_over:
-        found += [Difference(text, True) for text in _changed_plan(recorded, config, state)]
-    return found + [Difference(text, True) for text in _changed_corpora(recorded, config, state)]
+        found += _changed_plan(recorded, config, state)
+    return found + [Difference(text, "samples") for text in _changed_corpora(recorded, config, state)]
 
 
 def recorded_config(state: TrainerState) -> Config:
@@ -174,7 +176,7 @@ def _absolute(path: Any) -> Any:
 # The plan
 
 
-def _changed_plan(recorded: Config, config: Config, state: TrainerState) -> Iterator[str]:
+def _changed_plan(recorded: Config, config: Config, state: TrainerState) -> Iterator[Difference]:
     """Differences of the phases that have begun, but for corpora and rates."""
     plans = recorded.phase_plan, config.phase_plan
     old, new = (begun(plan.first_steps, state.step) for plan in plans)
@@ -182,16 +184,18 @@ def _changed_plan(recorded: Config, config: Config, state: TrainerState) -> Iter
         name = f"phases[{number}]"
         before, after = (plan.first_steps[number] for plan in plans)
         if before != after:
-            yield f"{name} begins after step {before} -> {after}"
+            yield Difference(f"{name} begins after step {before} -> {after}", "samples")
             return  # from here on the phases do not correspond
         configs = [plan.configs[number] for plan in plans]
         for key, was, now in _changed_by_content(*configs):
             if resume_rule(key) == "phase" and not key.startswith(("data.train", "schedule", "phases")):
-                yield f"{name + ': ' if max(old, new) > 1 else ''}{key}: {was} -> {now}"
+                text = f"{name + ': ' if max(old, new) > 1 else ''}{key}: {was} -> {now}"
+                yield Difference(text, "samples" if key.startswith("data.") else "phase")
     if old != new:
-        yield f"phases begun by step {state.step}: {old} -> {new}"
+        yield Difference(f"phases begun by step {state.step}: {old} -> {new}", "samples")
     elif (consumed := plans[1].consumed(state.step)) != state.consumed_samples:
-        yield f"samples used or skipped by step {state.step}: {state.consumed_samples} -> {consumed}"
+        text = f"samples used or skipped by step {state.step}: {state.consumed_samples} -> {consumed}"
+        yield Difference(text, "samples")
 
 
 def begun(first_steps: Sequence[int], step: int) -> int:

@@ -190,11 +190,9 @@ def _load(
 
 
 def _accepted(config: Config, state: TrainerState) -> list[str]:
-    """Events for accepted changes of samples. `check_beginning` has refused the others."""
-    changes = [each.text for each in differences(config, state) if each.in_samples]
-    return [
-        f"changed, so that samples differ from those of an uninterrupted run: {change}" for change in changes
-    ]
+    """Events for changes of samples or of the plan. `check_beginning` has refused those that are not accepted."""
+    changes = [each.text for each in differences(config, state) if each.kind != "never"]
+    return [f"changed from the checkpoint's: {change}" for change in changes]
 
 
 def other_rate(config: Config, state: TrainerState) -> list[str]:

@@ -96,7 +96,7 @@ def test_other_corpora_weights_and_another_order_are_named(corpora, after, words
     for word in words:
         for name in "abc":
             word = word.replace(name.upper(), corpora[name])
-        assert any(word in each.text and each.in_samples for each in found), found
+        assert any(word in each.text and each.kind == "samples" for each in found), found
 
 
 # Runs

@@ -35,8 +35,9 @@ def trained(corpus, tmp_path_factory):
 
 
 def begin(corpus, directory, **checkpoint):
-    """Check what a run in `directory` would begin with; `model` may change it."""
-    sections = {name: checkpoint.pop(name, {}) for name in ("model", "training")}
+    """Check what a run in `directory` would begin with. Sections among `checkpoint` change the run."""
+    names = ("model", "training", "optimizer", "blank_infilling", "batch")
+    sections = {name: checkpoint.pop(name) for name in names if name in checkpoint}
     tree = merge(small_run(corpus, directory), {"checkpoint": checkpoint, **sections})
     config = build(Config, tree)
     check_beginning(config.with_vocab_size(load_tokenizer(config.tokenizer).vocab_size))
@@ -92,6 +93,17 @@ def test_what_a_run_cannot_begin_with_is_refused(corpus, trained, tmp_path, begu
         checkpoint = {**checkpoint, "initialize_from": str(trained / checkpoint["initialize_from"])}
     with pytest.raises(CheckpointError, match=message):
         begin(corpus, trained if begun else tmp_path, **checkpoint)
+
+
+def test_a_branch_changes_rate_and_objective_but_not_the_samples_used(corpus, trained, tmp_path):
+    """`optimizer.lr` and an objective's section are for phases in the run itself."""
+    branch = {"initialize_from": str(trained), "initialize": "all"}
+    changes = {"optimizer": {"lr": 1e-4}, "blank_infilling": {"token_prob": 0.9, "sentence_prob": 0.0}}
+    with pytest.raises(CheckpointError, match="token_prob: 0.5 -> 0.9; .*optimizer.lr.* in a phase"):
+        begin(corpus, trained, **changes)
+    begin(corpus, tmp_path, **branch, **changes)
+    with pytest.raises(CheckpointError, match="samples used or skipped by step 2: 16 -> 8"):
+        begin(corpus, tmp_path, **branch, batch={"global_batch_size": 4})
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_refused(corpus, trained, tmp_path):

@@ -168,7 +168,7 @@ def test_accepted_changes_of_the_samples_are_events_of_the_run(settings, tmp_pat
         run_ranks(fit, 1, merge(settings, changes))
     run_ranks(fit, 1, merge(settings, {**changes, "checkpoint": {"accept_changed_data": True}}))
     state = read_checkpoint(list_checkpoints(tmp_path / "run/checkpoints")[-1]).trainer_state()
-    why = "changed, so that samples differ from those of an uninterrupted run: "
+    why = "changed from the checkpoint's: "
     *samples, rate = [entry["event"] for entry in state.events["history"]]
     assert samples[0] == why + "blank_infilling.token_prob: 0.5 -> 0.25" and len(samples) == 3
     assert "learning rate of step 2 is 0.001" in rate
