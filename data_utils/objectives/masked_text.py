@@ -45,6 +45,7 @@ from data_utils.objectives.compiled import (
     set_range,
     with_scratch,
 )
+from data_utils.objectives.cut_pairs import PairedRows, exchange_second_texts, split_point
 from data_utils.objectives.masking import (
     check_corruption,
     corrupted_token,
@@ -53,7 +54,6 @@ from data_utils.objectives.masking import (
     draw_spans,
     masked_target,
 )
-from data_utils.objectives.pairs import PairedRows, exchange_second_texts, split_point
 
 
 class LanguageModel(IntEnum):
