@@ -250,19 +250,19 @@ def train_with(
     if launch.rank == 0:
         log.info("processes %d, run.directory %s; loading libraries", launch.world_size, config.run.directory)
     prepare_environment(config.training.deterministic)
+    from data_utils.loader.corpus_report import corpus_report, overlap
     from data_utils.loader.drawn_shares import drawn_shares
-    from data_utils.loader.extent import extent, overlap
     from data_utils.loader.loader import open_datasets
     from megatron_lite.engine.engine import memory_advice
     from megatron_lite.engine.plain import make_engine
     from megatron_lite.parallel.context import ParallelContext
     from megatron_lite.runtime.process import agree_with_ranks, run_with_ranks
-    from megatron_lite.train.resume import check_beginning, keep_task_rows
+    from megatron_lite.train.start import check_start, keep_task_rows
     from megatron_lite.train.trainer import Trainer
     from megatron_lite.transformer.build import model_spec
 
     watchdog.at("checking the checkpoint to begin with")
-    check_beginning(config)  # before corpora are copied and the model is built, which takes minutes
+    check_start(config)  # before corpora are copied and the model is built, which takes minutes
     agree_with_ranks(launch, config, watchdog, rendezvous)
     config = keep_task_rows(config)
     watchdog.at("opening datasets")
@@ -279,7 +279,7 @@ def train_with(
     if launch.rank == 0:
         for kept in kept_tokenizers:
             kept.copy_to_run()
-        reading = extent(
+        reading = corpus_report(
             data.train.mixtures, phase_plan.consumed(config.training.steps), phase_plan.largest_batch
         )
         for note in (*data.notes, *phase_plan.lines(), *reading, *overlap(data), *drawn_shares(data.train)):

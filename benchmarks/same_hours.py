@@ -114,10 +114,10 @@ def held_out(options: argparse.Namespace) -> list[str]:
     for number in range(len(dataset)):
         text = names.decode(dataset.document(number).tolist())
         for sentence in re.split(r"(?<=[.!?])\s+", text)[1:]:
-            is_usual = (
+            is_common = (
                 SENTENCE_WORDS[0] <= len(sentence.split()) <= SENTENCE_WORDS[1] and sentence[0].isupper()
             )
-            if is_usual and fits(names, sentence):
+            if is_common and fits(names, sentence):
                 found.append(sentence)
                 break
         if len(found) == options.sentences:

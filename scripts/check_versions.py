@@ -34,7 +34,7 @@ from data_utils.common.errors import ArgumentParser, ConfigError, run_command
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build/versions"
-LEFT_OUT = ("lm-eval",)  # extras: 750 MB, and no test of the core uses it
+EXCLUDED = ("lm-eval",)  # extras: 750 MB, and no test of the core uses it
 
 # What this program uses of other packages, in few minutes: names of lists, and their files or tests below tests/. First
 # what needs no torch.
@@ -101,7 +101,7 @@ def requirements(end: str, project: dict) -> list[str]:
     extras = project["optional-dependencies"]
     lines = [
         *project["dependencies"],
-        *(line for name in extras if name not in LEFT_OUT for line in extras[name]),
+        *(line for name in extras if name not in EXCLUDED for line in extras[name]),
     ]
     return [_lower_bound(line) for line in lines] if end == "oldest" else lines
 

@@ -130,12 +130,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, rule in report["rules"].items():
         met = f"{rule['parts']:,} parts" if rule["parts"] else f"{rule['documents']:,} documents"
         print(f"  {name}: {met}, {rule['bytes']:,} bytes {'removed' if rule['removed'] else 'reported'}")
-    print("".join(f"  {printable(line)}\n" for line in left_out(report)), end="")
+    print("".join(f"  {printable(line)}\n" for line in removed(report)), end="")
     print(f"report: {args.output / 'report.html'}")
     return 0
 
 
-def left_out(report: Mapping[str, Any]) -> Iterator[str]:
+def removed(report: Mapping[str, Any]) -> Iterator[str]:
     """What the readers left out of input, evaluation and held-out texts, as the summary of a build has it."""
     records = report["records"]
     if records["empty_documents"] or records["blank_lines"]:

@@ -251,14 +251,14 @@ def compare_pairs(arguments: argparse.Namespace, given: Sequence[Path], tree: Ma
         with opened(path, arguments.tokenizer, tree) as run:
             run.require_one_transformer()
             template = make_template(run, options)
-            minimal_pairs.check(template, pairs, arguments.score or minimal_pairs.usual_score(template))
+            minimal_pairs.check(template, pairs, arguments.score or minimal_pairs.default_score(template))
     measured = {}
     for checkpoint in dict.fromkeys(
         checkpoint for path in given for checkpoint in (steps_of(path) if arguments.every_step else [path])
     ):
         with opened(checkpoint, arguments.tokenizer, tree) as run:
             harness = Harness(run.with_model(), options, size=arguments.batch or BATCH)
-            score = arguments.score or minimal_pairs.usual_score(harness.template)
+            score = arguments.score or minimal_pairs.default_score(harness.template)
             measured[str(checkpoint)] = minimal_pairs.measure(harness, pairs, score)
         print(f"measured {checkpoint}", flush=True)
         if arguments.json is not None:  # now, so that an interruption loses one checkpoint alone

@@ -37,12 +37,12 @@ from megatron_lite.checkpoint.verify import find_manifest
 from megatron_lite.config.attention import require_package
 from megatron_lite.config.foreign_options import explain_options, with_deepspeed_file
 from megatron_lite.engine.nvidia_apex import require_apex
-from megatron_lite.finetune.beginning import (
+from megatron_lite.finetune.initial_weights import (
     IMPORTED,
-    Beginning,
-    beginning_of,
-    check_beginning_weights,
-    note_beginning,
+    InitialWeights,
+    check_initial_weights,
+    initial_weights_of,
+    note_initial_weights,
 )
 from megatron_lite.finetune.setup import (
     Task,
@@ -107,11 +107,11 @@ def main(rendezvous: Rendezvous | None = None) -> ExitStatus:
     start, pretrained = arguments.checkpoint, None
     if start is not None:
         start = resolve_model(start, "--checkpoint", MODEL_OR_EXPORT_PATH)
-    beginning = beginning_of(start)
-    check_beginning_weights(output, beginning)
+    initial = initial_weights_of(start)
+    check_initial_weights(output, initial)
     if start is not None:
         if is_export(start):
-            start = imported(start, output / IMPORTED, arguments, launch, beginning)
+            start = imported(start, output / IMPORTED, arguments, launch, initial)
         pretrained = find_manifest(start).trainer_state().config
     control = RunControl(output, is_main=launch.rank == 0)
     with located_settings(arguments.config, arguments.task, arguments.overrides, arguments.tasks):
@@ -142,7 +142,7 @@ def main(rendezvous: Rendezvous | None = None) -> ExitStatus:
     with held(output, "trains") if launch.rank == 0 else nullcontext() as lease:
         if lease is not None:
             control.leave = lease.release
-            note_beginning(output, beginning)
+            note_initial_weights(output, initial)
         timeouts = config.timeouts
         watchdog = Watchdog(
             timeouts.sections, output, launch.rank, launch.world_size, timeouts.heartbeat_seconds, lease
@@ -151,7 +151,7 @@ def main(rendezvous: Rendezvous | None = None) -> ExitStatus:
 
 
 def imported(
-    source: Path, run: Path, arguments: argparse.Namespace, launch: Launch, beginning: Beginning
+    source: Path, run: Path, arguments: argparse.Namespace, launch: Launch, initial: InitialWeights
 ) -> Path:
     """An exported directory as a run, made once."""
     if run.exists():
@@ -165,7 +165,7 @@ def imported(
     from megatron_lite.hf.importing import import_directory
 
     tree = load_tree(arguments.config, arguments.task, arguments.overrides, tasks=arguments.tasks)
-    note_beginning(run.parent, beginning)
+    note_initial_weights(run.parent, initial)
     import_directory(source, run, for_import(tree))
     return run
 
@@ -180,10 +180,10 @@ def train(
     from megatron_lite.finetune.run import finetune
     from megatron_lite.parallel.context import ParallelContext
     from megatron_lite.runtime.process import agree_with_ranks, run_with_ranks
-    from megatron_lite.train.resume import check_beginning
+    from megatron_lite.train.start import check_start
 
     # The runs of the seeds are below; here only what all of them begin with is looked at.
-    check_beginning(replace(config, run=replace(config.run, directory=str(output / "none"))))
+    check_start(replace(config, run=replace(config.run, directory=str(output / "none"))))
     records = {f"the records of {one.settings.train}": digest(one.train) for one in task.all_tasks}
     agree_with_ranks(launch, config, watchdog, rendezvous, records)
 

@@ -308,11 +308,11 @@ def table(
         f"{'row':>4} {'token':16} {'role':9} {'target':16} {'pos0':>4} {'pos1':>4} {'seg':>3} {'doc':>3} "
         f"{'ord':>4} {'grp':>3}  objective"
     ]
-    left_out = range(most // 2, length - most // 2) if 0 < most < length else range(0)
+    hidden = range(most // 2, length - most // 2) if 0 < most < length else range(0)
     for i in range(length):
-        if i in left_out:
-            if i == left_out[0]:
-                lines.append(f"{'':4} and {len(left_out)} more tokens (--lines 0 shows all)")
+        if i in hidden:
+            if i == hidden[0]:
+                lines.append(f"{'':4} and {len(hidden)} more tokens (--lines 0 shows all)")
             continue
         target = ""
         if row.weights[i] > 0:

@@ -159,12 +159,12 @@ def parse_arguments() -> argparse.Namespace:
     )
     add("--text-pairs", action="store_true", help=text)
     text = "column of the {}; default: {}"
-    for role, usual in (
+    for role, common in (
         ("query", "query, anchor, question or sentence1"),
         ("positive", "positive, positives, pos, document, answer or sentence2; a list makes several records"),
         ("score", "score, if there is one"),
     ):
-        add(f"--{role}-column", metavar="NAME", help=text.format(role, usual))
+        add(f"--{role}-column", metavar="NAME", help=text.format(role, common))
     text = "columns of negatives, texts or lists; default: negative, negatives, neg, and negative_1, negative_2, ..."
     add("--negative-columns", nargs="+", default=[], metavar="NAME", help=text)
     text = "text before each query, as part of it, such as 'query: '"

@@ -52,18 +52,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = _parse_arguments(arguments)
     output = Path(args.output)
     with disk_errors(args.output), new_file(output) as file:
-        written, left_out = _write(args, file)
-    print(f"{output}: {written} sentences; skipped: {left_out} with more than {args.most_words} words")
+        written, skipped = _write(args, file)
+    print(f"{output}: {written} sentences; skipped: {skipped} with more than {args.most_words} words")
 
 
 def _write(args: argparse.Namespace, file: IO[bytes]) -> tuple[int, int]:
     """The numbers of sentences written and left out. Raises DataError if none is written."""
     reading = args.text_key, args.text_split, args.on_bad_record, args.max_bad_records
-    written = left_out = 0
+    written = skipped = 0
     for document in read_documents(args.input, *reading):
         for sentence in sentences_of(document.text):
             if len(sentence.split()) > args.most_words:
-                left_out += 1
+                skipped += 1
                 continue
             file.write(f"{sentence}\n".encode())
             written += 1
@@ -72,7 +72,7 @@ def _write(args: argparse.Namespace, file: IO[bytes]) -> tuple[int, int]:
             f"--input {' '.join(args.input)} has no sentence of at most {args.most_words} words; give other texts, or "
             "raise --most-words."
         )
-    return written, left_out
+    return written, skipped
 
 
 def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from data_utils.build.config import BuildConfig, require_json_lines
-from data_utils.build.pairs import PairReader, encode_pairs, open_pairs
+from data_utils.build.labelled_pairs import PairReader, encode_pairs, open_pairs
 from data_utils.corpus.documents import ParsedBlock, RecordBlock, RecordCounts, SourceLocation
 from data_utils.corpus.json_records import UnusableRecord, parse_json_object
 from data_utils.corpus.mentions import (

@@ -28,7 +28,7 @@ from typing_extensions import TypedDict
 from data_utils.build.annotations import AnnotationReader, open_annotation_reader
 from data_utils.build.config import BuildConfig, output_prefixes, parse_split
 from data_utils.build.contamination import EvaluationTexts, read_evaluation_texts
-from data_utils.build.pairs import WITHOUT, PairReader
+from data_utils.build.labelled_pairs import WITHOUT, PairReader
 from data_utils.build.ranks import Ranks
 from data_utils.build.shards import BuildDirectory
 from data_utils.build.summary import BuildReport, DocumentStatistics

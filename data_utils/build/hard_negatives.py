@@ -99,8 +99,8 @@ def mine(
             - margin
             for number in block
         ]
-        left_out = [(number - start, document) for number in block for document in belonging[queries[number]]]
-        rows, columns = np.array(left_out, np.int64).T
+        excluded = [(number - start, document) for number in block for document in belonging[queries[number]]]
+        rows, columns = np.array(excluded, np.int64).T
         best = np.full((len(block), count), _NONE)
         for first in range(0, total, _DOCUMENTS):
             scores = vectors @ documents.block(first, first + _DOCUMENTS).T

@@ -119,7 +119,7 @@ class BuildReport:
         for prefix, documents in self.documents.items():
             yield f"  {prefix}: {documents:,} documents, {self.tokens[prefix]:,} tokens"
         yield from self._shape_lines()
-        yield from self._left_out_lines()
+        yield from self._skipped_lines()
         yield from self._contamination_lines()
         yield from self.warnings()
 
@@ -136,7 +136,7 @@ class BuildReport:
             f"duplicates of another{sample}"
         )
 
-    def _left_out_lines(self) -> Iterator[str]:
+    def _skipped_lines(self) -> Iterator[str]:
         if self.counts.empty_documents or self.counts.blank_lines:
             empty, blank = self.counts.empty_documents, self.counts.blank_lines
             yield f"  skipped: {empty:,} empty documents, {blank:,} blank lines"

@@ -30,7 +30,7 @@ from data_utils.corpus.json_records import UnusableRecord, field_at, json_type, 
 from data_utils.corpus.stored_files import InputFile
 
 # Names of columns that are found by themselves, as data sets for sentence-transformers and FlagEmbedding have them.
-_USUAL = {
+_COMMON_NAMES = {
     "query": ("query", "anchor", "question", "sentence1"),
     "positive": ("positive", "positives", "pos", "document", "answer", "sentence2"),
     "score": ("score",),
@@ -208,7 +208,7 @@ def open_text_pairs(
     query, positive = (
         getattr(config, f"{role}_column") or only_column(role, fields) for role in ("query", "positive")
     )
-    score = config.score_column or next((name for name in _USUAL["score"] if name in fields), None)
+    score = config.score_column or next((name for name in _COMMON_NAMES["score"] if name in fields), None)
     prompts = config.query_prompt, config.document_prompt
     prompt_tokens = tuple(encode(list(prompts))[1].tolist())
     reader = TextPairReader(query, positive, negative, score, 0, prompts, prompt_tokens)
@@ -244,12 +244,14 @@ def _tree(record: bytes | UnusableRecord) -> dict[str, Any] | None:
 
 
 def only_column(role: str, fields: Sequence[str]) -> str:
-    """The column of a role, by the usual names. Raises ConfigError without one, or with several."""
-    found = [name for name in _USUAL[role] if name in fields]
+    """The column of a role, by the common names. Raises ConfigError without one, or with several."""
+    found = [name for name in _COMMON_NAMES[role] if name in fields]
     if len(found) == 1:
         return found[0]
     problem = (
-        f"has the columns {' and '.join(found)}" if found else f"has no column {', '.join(_USUAL[role])}"
+        f"has the columns {' and '.join(found)}"
+        if found
+        else f"has no column {', '.join(_COMMON_NAMES[role])}"
     )
     raise ConfigError(
         f"the input {problem}, so its {role} column cannot be told; set --{role}-column to one of "

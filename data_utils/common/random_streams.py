@@ -8,7 +8,7 @@ How a sample's random numbers follow from the run's seed:
 4. `philox4x32` encrypts the counter with the key into four random words; then block counts up.
 5. `below`, `chance`, `uniform` and `shuffle` consume these words in order.
 
-*sample* is the number of the sample in the run, *chunk* numbers the document segments of the sample, and *attempt*
+*sample* is the number of the sample in the run, *chunk* numbers the chunks of documents in the sample, and *attempt*
 separates independent draws for one chunk, for example when spans that did not fit are drawn again. Nothing else enters.
 The same (key, sample, chunk, attempt) gives the same numbers on every rank, in every worker, in any order and after any
 restart. The price is about 15 ns per four numbers, instead of 2-3 ns for a generator with hidden state.

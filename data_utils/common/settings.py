@@ -49,7 +49,7 @@ def setting(
     or_url: bool = False,
     on_resume: str | None = None,
     one_of: tuple[Any, ...] = (),
-    left_out: Mapping[str, str] | None = None,
+    unsupported: Mapping[str, str] | None = None,
     **ends: float,
 ) -> Any:
     """A field with its help text (purpose, unit). `REQUIRED` as default makes the key mandatory.
@@ -60,10 +60,10 @@ def setting(
         on_resume: who may change it in a run: any start ("free"), a phase, for later steps ("phase"), or none
             ("never"); None = as the class variable `on_resume` of the section, "never" without one.
         one_of: all values that it may have; None is always allowed where the type allows it.
-        left_out: a value that it cannot have -> why.
+        unsupported: a value that it cannot have -> why.
         ends: of its range: at_least, above, at_most, below. NaN and infinity are in none.
     """
-    texts = {"help": help, "is_path": is_path, "or_url": or_url, "left_out": left_out or {}}
+    texts = {"help": help, "is_path": is_path, "or_url": or_url, "unsupported": unsupported or {}}
     limits = {"one_of": one_of, "ends": ends, "on_resume": on_resume}
     return dataclasses.field(default=default, metadata={**texts, **limits})
 
@@ -360,7 +360,7 @@ def _sentence(found: Any, cls: type, place: str) -> str:
         # An override cannot name an item of a list.
         override = "" if "[" in place else f" or as {place}=VALUE"
         return f"{place} is required ({field.metadata['help'].rstrip('.')}); set it in a file{override}."
-    reason = field.metadata.get("left_out", {}).get(value) if isinstance(value, str) else None
+    reason = field.metadata.get("unsupported", {}).get(value) if isinstance(value, str) else None
     why = f" ({reason})" if reason else ""
     is_range = not kind.endswith(("type", "section", "text", "finite_number")) and range_text(field)
     rule = is_range or _TYPES.get(kind) or found["msg"].removeprefix("Input should be ")

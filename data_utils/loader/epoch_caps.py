@@ -46,7 +46,7 @@ def capped_weights(
     """
     fitting = _fitting_weights(weights, windows, seed, phases, mixtures_of)
     if fitting is not None:
-        return fitting  # a corpus of less than one sample has none, as extent.py warns
+        return fitting  # a corpus of less than one sample has none, as corpus_report.py warns
     steps = sum(phase.steps for phase in phases)
     enough, too_many = 0, steps
     while too_many - enough > 1:
@@ -108,7 +108,7 @@ def _fitting_weights(
         too_much = excess(fitting)
         if not too_much.any():
             return fitting
-        # Where phases change the length, samples at their borders hold more or less text than a window, and where no
+        # Where phases change the length, samples at their boundaries hold more or less text than a window, and where no
         # corpus has room, rounding goes too far.
         limits -= too_much
     return None

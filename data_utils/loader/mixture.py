@@ -255,7 +255,7 @@ class Mixture:
             if len(numbers):
                 requests.append((index, *np.ascontiguousarray(ranges[numbers, 1:].T), numbers))
         tokens, chunk_lengths, chunks = gather(requests)
-        # A sample may lie in several ranges (at the border of regions); their chunks are added up.
+        # A sample may lie in several ranges (at the boundary of regions); their chunks are added up.
         return tokens, chunk_lengths, np.add.reduceat(chunks, np.cumsum(counts) - counts)
 
     def prefetch(self, indices: np.ndarray) -> None:

@@ -158,11 +158,11 @@ class SentenceIndex:
 
     def __str__(self) -> str:
         """Number of sentences and rows, and of the documents left out, for the log."""
-        left_out = self.empty + self.too_long
+        skipped = self.empty + self.too_long
         return (
             f"{self.dataset.prefix}: {self.num_sentences} sentences in {self.num_windows} rows of {self.row_length} "
             f"tokens ({self.num_sentences / self.num_windows:.1f} per row); skipped: {self.too_long} documents with "
-            f"more than {self.longest} tokens and {self.empty} without text, {left_out / len(self.dataset):.3%} of "
+            f"more than {self.longest} tokens and {self.empty} without text, {skipped / len(self.dataset):.3%} of "
             "all"
         )
 

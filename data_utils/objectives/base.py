@@ -170,15 +170,15 @@ class RowObjective:
         row_length: int | None = None,
     ) -> None:
         check(sequence_length >= 2, f"sequence_length is {sequence_length}; it must be at least 2.")
-        least, usual = config.least_row_length(sequence_length), config.row_length_for(sequence_length)
+        least, default = config.least_row_length(sequence_length), config.row_length_for(sequence_length)
         self.config = config
         self.vocabulary = vocabulary
         self.sequence_length = int(sequence_length)
-        self.row_length = usual if row_length is None else row_length
+        self.row_length = default if row_length is None else row_length
         check(
             self.row_length >= least,
             f"row_length {self.row_length} is too short for sequence_length {sequence_length} with "
-            f"{self.name}; it must be at least {least} ({usual} is recommended).",
+            f"{self.name}; it must be at least {least} ({default} is recommended).",
         )
         missing = [role for role in config.needed_roles if role in vocabulary.lacking]
         check(

@@ -11,96 +11,126 @@ looks like one; this also bounds the special tokens of a row.
 
 from __future__ import annotations
 
+from enum import IntEnum
+from typing import NamedTuple
+
 import numpy as np
 
-from data_utils.objectives.compiled import entry_point
-
-_SENTENCES, _FULL, _DOCUMENT = range(3)
-FORMATS = {"sentences": _SENTENCES, "full": _FULL, "document": _DOCUMENT}
+from data_utils.objectives.compiled import compiled, copy_range, entry_point
 
 
-@entry_point
-def _last_end(text, start, end, eos, sentence_end):
-    """The end of the last sentence of text[start:end]; `end` where the text is not cut, `start` without one."""
+class Format(IntEnum):
+    SENTENCES = 0
+    FULL = 1
+    DOCUMENT = 2
+
+
+class Rule(NamedTuple):
+    format: Format
+    shortest: int  # tokens of a sentence that stands alone
+    eos: int
+    sep: int
+    drops_eos: bool  # where SEP follows
+
+
+class Output(NamedTuple):
+    """The chunks as they are written. To an entry point it goes as a plain tuple, as in compiled.py."""
+
+    tokens: np.ndarray  # int32
+    marks: np.ndarray  # int32 [tokens]: 1 where the second sentence of a pair begins
+    ends: np.ndarray  # int64: of each chunk
+    written: np.ndarray  # int64 [2]: number of tokens, of chunks
+
+
+@compiled
+def _append(out, text):
+    length = out.written[0]
+    copy_range(out.tokens, length, length + len(text), text, 0)
+    out.written[0] = length + len(text)
+
+
+@compiled
+def _end_chunk(out):
+    """A chunk ends here, unless nothing has been written since the one before."""
+    length, count = out.written
+    if length > (out.ends[count - 1] if count > 0 else 0):
+        out.ends[count] = length
+        out.written[1] = count + 1
+
+
+@compiled
+def _last_end(text, eos, sentence_end):
+    """The end of the last sentence; all of the text where it is not cut, 0 without one."""
+    end = len(text)
     if text[end - 1] == eos:
         return end
-    while end > start and not sentence_end[text[end - 1]]:
+    while end > 0 and not sentence_end[text[end - 1]]:
         end -= 1
     return end
 
 
-@entry_point
-def _copy(out, length, text, start, end):
-    """Append text[start:end] to out[:length]. Returns the new length."""
-    for i in range(start, end):
-        out[length] = text[i]
-        length += 1
-    return length
-
-
-@entry_point
-def _pair_sentences(text, start, end, shortest, sentence_end, marks, lengths, count):
-    """The lengths of pairs of sentences of text[start:end], and marks at their second ones. Returns their number."""
-    begin, sentence, is_second = start, start, False
-    for i in range(start, end):
-        if sentence_end[text[i]] and i + 1 - sentence >= shortest and end - i - 1 >= shortest:
+@compiled
+def _write_pairs(text, rule, sentence_end, out):
+    """Two sentences a chunk."""
+    base, begin, sentence, is_second = out.written[0], 0, 0, False
+    for i in range(len(text)):
+        if sentence_end[text[i]] and i + 1 - sentence >= rule.shortest and len(text) - i - 1 >= rule.shortest:
             sentence = i + 1
             is_second = not is_second
             if is_second:
-                marks[sentence] = 1
+                out.marks[base + sentence] = 1
             else:
-                lengths[count] = sentence - begin
-                count += 1
+                _append(out, text[begin:sentence])
+                _end_chunk(out)
                 begin = sentence
-    lengths[count] = end - begin
-    return count + 1
+    _append(out, text[begin:])
+    _end_chunk(out)
+
+
+@compiled
+def _write_document(text, rule, sentence_end, out):
+    """A chunk up to the last end of a sentence, and one of the rest."""
+    stop = _last_end(text, rule.eos, sentence_end)
+    _append(out, text[:stop])
+    _end_chunk(out)
+    _append(out, text[stop:])
+    _end_chunk(out)
+
+
+@compiled
+def _join_document(text, is_first, is_last, rule, sentence_end, out):
+    """Go on with the chunk of the sample, after SEP; what the window's end cuts off is a chunk of its own."""
+    stop = _last_end(text, rule.eos, sentence_end) if is_last else len(text)
+    if not is_first and stop > 0:
+        out.tokens[out.written[0]] = rule.sep
+        out.written[0] += 1
+    has_eos = rule.drops_eos and stop > 1 and text[stop - 1] == rule.eos
+    _append(out, text[: stop - 1 if has_eos else stop])
+    if stop < len(text):
+        _end_chunk(out)
+        _append(out, text[stop:])
 
 
 @entry_point
-def _recut(
-    text, chunk_lengths, counts, input_format, shortest, eos, sep, drops_eos, sentence_end, out, marks, lengths,
-    new_counts,
-):  # fmt: skip
-    """Write the new chunks, their lengths, and their number in each sample. Returns: their tokens, their number."""
-    chunk, start, length, count = 0, 0, 0, 0  # length: tokens in `out`; count: chunks in it
+def _recut(tokens, chunk_lengths, counts, rule, sentence_end, out, new_counts):
+    """Write the chunks of all samples, and their number in each."""
+    rule, out = Rule(*rule), Output(*out)
+    chunk, start = 0, 0
     for i in range(len(counts)):
-        first = count
-        begin = length  # of the current Example, in `out`
+        before, is_first = out.written[1], True
         for number in range(counts[i]):
-            end = start + chunk_lengths[chunk]
-            is_last = number == counts[i] - 1
-            if end > start and input_format == _SENTENCES:
-                begin = length
-                length = _copy(out, length, text, start, end)
-                count = _pair_sentences(out, begin, length, shortest, sentence_end, marks, lengths, count)
-            elif end > start:
-                stop = _last_end(text, start, end, eos, sentence_end)
-                if input_format == _FULL and not is_last:
-                    stop = end
-                elif stop == start and (input_format == _DOCUMENT or length == begin):
-                    stop = end  # a sentence without an end is all that there is
-                if input_format == _FULL and length > begin and stop > start:
-                    out[length] = sep
-                    length += 1
-                ends_with_dropped = drops_eos and stop - start > 1 and text[stop - 1] == eos
-                without_eos = stop - 1 if input_format == _FULL and ends_with_dropped else stop
-                length = _copy(out, length, text, start, without_eos)
-                if input_format == _DOCUMENT or is_last:
-                    lengths[count] = length - begin
-                    count += 1
-                    begin = length
-                if stop < end:
-                    length = _copy(out, length, text, stop, end)
-                    lengths[count] = end - stop
-                    count += 1
-                    begin = length
-            elif input_format == _FULL and is_last and length > begin:
-                lengths[count] = length - begin
-                count += 1
-            start = end
+            text = tokens[start : start + chunk_lengths[chunk]]
+            if len(text) > 0 and rule.format == Format.SENTENCES:
+                _write_pairs(text, rule, sentence_end, out)
+            elif len(text) > 0 and rule.format == Format.DOCUMENT:
+                _write_document(text, rule, sentence_end, out)
+            elif len(text) > 0:
+                _join_document(text, is_first, number == counts[i] - 1, rule, sentence_end, out)
+                is_first = False
+            start += len(text)
             chunk += 1
-        new_counts[i] = count - first
-    return length, count
+        _end_chunk(out)
+        new_counts[i] = out.written[1] - before
 
 
 def recut(
@@ -120,8 +150,9 @@ def recut(
     Returns: int32 [2, tokens], the text and 1 where the second sentence of a pair begins; lengths and number of chunks.
     """
     longest = len(tokens) + len(chunk_lengths)  # a SEP for each chunk
-    out, marks = text = np.zeros((2, longest), np.int32)
-    lengths, new_counts = np.empty(longest + len(counts), np.int64), np.empty(len(counts), np.int64)
-    rule = (FORMATS[name], shortest, *special, drops_eos, sentence_end)
-    length, count = _recut(tokens, chunk_lengths, counts, *rule, out, marks, lengths, new_counts)
-    return np.ascontiguousarray(text[:, :length]), lengths[:count], new_counts
+    text, new_counts = np.zeros((2, longest), np.int32), np.empty(len(counts), np.int64)
+    rule = Rule(Format[name.upper()], shortest, *special, drops_eos)
+    out = Output(text[0], text[1], np.empty(longest, np.int64), np.zeros(2, np.int64))
+    _recut(tokens, chunk_lengths, counts, tuple(rule), sentence_end, tuple(out), new_counts)
+    length, count = out.written
+    return np.ascontiguousarray(text[:, :length]), np.diff(out.ends[:count], prepend=0), new_counts

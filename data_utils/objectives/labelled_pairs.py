@@ -1,8 +1,8 @@
 """Labelled pairs of texts, along with masked words: discourse relation and relevance of search results.
 
-A chunk is a pair of a corpus of pairs (data_utils/build/pairs.py): A, then B, whose first token has the label beside
-it. The Example is `[CLS] A [SEP] B [SEP]` with whole words masked, and CLS predicts the label. The samples of such an
-objective come from corpora that name it, and from no others (data_utils/loader/pair_corpora.py).
+A chunk is a pair of a corpus of pairs (data_utils/build/labelled_pairs.py): A, then B, whose first token has the label
+beside it. The Example is `[CLS] A [SEP] B [SEP]` with whole words masked, and CLS predicts the label. The samples of
+such an objective come from corpora that name it, and from no others (data_utils/loader/pair_corpora.py).
 
 Source: ERNIE 2.0, arXiv:1907.12412, sections 4.2.2 and 4.2.3.
 """
@@ -17,10 +17,10 @@ import numpy as np
 from data_utils.common.losses import CLASS_HEADS, Loss
 from data_utils.common.settings import checked, setting
 from data_utils.objectives.compiled import Chunks
+from data_utils.objectives.cut_pairs import PAIR
 from data_utils.objectives.labelled_text import LabelledText, LabelledTextConfig, label_documents
 from data_utils.objectives.masked_text import Pairing
 from data_utils.objectives.own_corpora import LABELLED_PAIRS, check_corpora
-from data_utils.objectives.pairs import PAIR
 from data_utils.objectives.registry import register
 
 MARKERS = 78  # lines of configs/labels/markers.txt

@@ -5,7 +5,7 @@ positions; in the input 80 % of these become [MASK], 10 % a random token, 10 % s
 The recipes differ in the mask unit (tokens, or whole words with `whole_words`), in the pairs of texts and, for UniLM,
 in the attention. All of these are settings of one compiled function, `_fill_rows`.
 
-Pairs are made by pairs.py. For next-sentence prediction, the chunks that get a wrong second text exchange them; if
+Pairs are made by cut_pairs.py. For next-sentence prediction, the chunks that get a wrong second text exchange them; if
 there is only one such chunk, its two texts are swapped. The label is the target of CLS, whose entry in the
 `objective` field sends it to a two-class head.
 """
@@ -45,6 +45,7 @@ from data_utils.objectives.compiled import (
     set_range,
     with_scratch,
 )
+from data_utils.objectives.cut_pairs import PairedRows, exchange_second_texts, split_point
 from data_utils.objectives.masking import (
     check_corruption,
     corrupted_token,
@@ -53,7 +54,6 @@ from data_utils.objectives.masking import (
     draw_spans,
     masked_target,
 )
-from data_utils.objectives.pairs import PairedRows, exchange_second_texts, split_point
 
 
 class LanguageModel(IntEnum):

@@ -158,9 +158,9 @@ class OptimusConfig(RowSizes):
             f"checkpoint.initialize_from is {model_from}, but optimus also initializes a stack from {stack_from}; set "
             "checkpoint.initialize_from, or optimus.encoder_from and decoder_from, to null.",
         )
-        usual = NO_OPTIONS | {"loss_normalization": "global_tokens"}
+        allowed = NO_OPTIONS | {"loss_normalization": "global_tokens"}
         why = "but the loss of optimus is a bound of each sentence's likelihood"
-        require(config.training, "training", usual, why)
+        require(config.training, "training", allowed, why)
 
     @property
     def has_target(self) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 from data_utils.common.losses import CLASS_HEADS, Loss
 from data_utils.common.random_streams import below, new_rng, seed_rng
 from data_utils.common.settings import checked, setting
-from data_utils.objectives import pairs
+from data_utils.objectives import cut_pairs
 from data_utils.objectives.compiled import Chunks, compiled, entry_point, maskable_length
 from data_utils.objectives.labelled_text import LabelledText, LabelledTextConfig, label_documents
 from data_utils.objectives.registry import register
@@ -105,7 +105,7 @@ class SentenceReordering(LabelledText):
     name = "sentence_reordering"
     config_class = SentenceReorderingConfig
     losses = (Loss("masked_reordered", 30), Loss("sentence_reordering", 31))
-    compiled_files = (__file__, pairs.__file__)
+    compiled_files = (__file__, cut_pairs.__file__)
 
     def values(self):  # type: ignore[no-untyped-def]
         return {**super().values(), "parts": self.config.parts}

@@ -50,8 +50,8 @@ from data_utils.objectives.compiled import (
     put,
     set_range,
 )
+from data_utils.objectives.cut_pairs import PairedRows, exchange_second_texts, split_point
 from data_utils.objectives.interface import TextFormat
-from data_utils.objectives.pairs import PairedRows, exchange_second_texts, split_point
 from data_utils.objectives.registry import register
 
 

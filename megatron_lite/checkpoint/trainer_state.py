@@ -27,7 +27,7 @@ class TrainerState:
     machine_rates: dict[str, float] = field(default_factory=dict)  # PeakFlops.rates (peak_flops.py)
 
     @staticmethod
-    def beginning(config: dict[str, Any]) -> TrainerState:
+    def at_step_0(config: dict[str, Any]) -> TrainerState:
         """The state of a model that has not been trained here."""
         numbers = ("step", "consumed_samples", "consumed_tokens", "skipped_steps", "skipped_in_a_row")
         values: dict[str, Any] = dict.fromkeys(numbers, 0)

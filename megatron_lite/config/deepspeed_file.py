@@ -297,7 +297,7 @@ class _Translation:
         for setting in ("bias_correction", "momentum"):  # other optimizers' own, which AdamW does not read
             if self._explicit(f"optimizer.{setting}") is not None:
                 self._set(f"optimizer.{setting}", _default(f"optimizer.{setting}"), "optimizer.type")
-        for setting, param, value, usual in (
+        for setting, param, value, default in (
             ("lr", "lr", params.get("lr"), 1e-3),
             ("beta1", "betas", betas and betas[0], 0.9),
             ("beta2", "betas", betas and betas[1], 0.999),
@@ -307,7 +307,7 @@ class _Translation:
             # A file that names the optimizer and not the parameter was trained with DeepSpeed's default, which
             # is not the default here.
             if value is None and param not in given and self._explicit(f"optimizer.{setting}") is None:
-                value = usual  # DeepSpeed's default: neither file says it
+                value = default  # DeepSpeed's default: neither file says it
             if value is not None:
                 self._set(f"optimizer.{setting}", value, f"optimizer.params.{param}")
         decay = self.value("optimizer.weight_decay")
@@ -363,8 +363,8 @@ class _Translation:
         """Where WarmupLR begins and WarmupDecayLR ends too, as a fraction of the peak, which is set."""
         if name == "WarmupCosineLR":
             return 0.0
-        usual = 1e-3 if name == "WarmupDecayLR" and "warmup_max_lr" not in given else None
-        peak, lowest = params.get("warmup_max_lr", usual), params.get("warmup_min_lr", 0.0)
+        default = 1e-3 if name == "WarmupDecayLR" and "warmup_max_lr" not in given else None
+        peak, lowest = params.get("warmup_max_lr", default), params.get("warmup_min_lr", 0.0)
         if peak is not None:
             self._set("optimizer.lr", peak, "scheduler.params.warmup_max_lr")
         peak = self.value("optimizer.lr")

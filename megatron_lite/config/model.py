@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from data_utils.common.losses import CLASS_HEADS
 from data_utils.common.settings import REQUIRED, check, checked, section, setting
 from megatron_lite.config.lora import LoraConfig, check_lora
-from megatron_lite.config.systems import FIXED, LEFT_OUT, SYSTEMS
+from megatron_lite.config.systems import FIXED, SYSTEMS, UNSUPPORTED
 from megatron_lite.config.task_head import OF_TEXTS, TaskHeadConfig, check_task_head
 
 # Another one is also computed in transformer/kernels/fused.py and triton_kernels.py
@@ -51,7 +51,7 @@ class ModelConfig:
         None,
         "Published system; sets the architecture options that the file leaves out. null = glm.",
         one_of=tuple(SYSTEMS),
-        left_out=LEFT_OUT,
+        unsupported=UNSUPPORTED,
     )
     num_layers: int = setting(
         REQUIRED, "Number of Transformer blocks; of the encoder if decoder_layers > 0.", at_least=1

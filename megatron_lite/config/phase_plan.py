@@ -25,7 +25,7 @@ from megatron_lite.config.sections import ProfilerConfig, RampConfig
 if TYPE_CHECKING:  # tree.py imports this module
     from megatron_lite.config.tree import Config
 
-MIN_SEQUENCE_LENGTH = 32  # three borders of samples and two documents cost 20 tokens
+MIN_SEQUENCE_LENGTH = 32  # three boundaries of samples and two documents cost 20 tokens
 
 
 class Segment(NamedTuple):

@@ -12,7 +12,7 @@ from data_utils.objectives import OBJECTIVES, objective_class
 from data_utils.objectives.own_corpora import TEXT_PAIRS
 from megatron_lite.config.attention import check_attention
 from megatron_lite.config.lora import check_updates
-from megatron_lite.config.systems import ENCODER_DECODERS, can_mean, usual_objective
+from megatron_lite.config.systems import ENCODER_DECODERS, can_mean, default_objective
 from megatron_lite.config.task_head import check_head
 
 if TYPE_CHECKING:  # tree.py imports this module
@@ -83,11 +83,11 @@ def _check_lengths(config: Config) -> None:
     )
     if data.row_length is not None:
         least = max(section.least_row_length(data.sequence_length) for section in chosen)
-        usual = max(section.row_length_for(data.sequence_length) for section in chosen)
+        default = max(section.row_length_for(data.sequence_length) for section in chosen)
         check(
             data.row_length >= least,
             f"data.row_length ({data.row_length}) is too short for data.sequence_length "
-            f"({data.sequence_length}) and its masks; it must be at least {least} (null = {usual}).",
+            f"({data.sequence_length}) and its masks; it must be at least {least} (null = {default}).",
         )
     if model.vocab_size is not None:
         for section in chosen:
@@ -124,7 +124,7 @@ def _check_system(config: Config) -> None:
         check(
             can_mean(system, choice.name, text_format.input_format),
             f"objectives has {choice.name}, but the class of model.system {system} does not read texts so; set "
-            f"{alone(config, usual_objective(system))}, or describe the model by its options, without model.system.",
+            f"{alone(config, default_objective(system))}, or describe the model by its options, without model.system.",
         )
 
 

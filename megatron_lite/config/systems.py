@@ -107,8 +107,8 @@ _LSTM = (
     "supported of it"
 )
 _NOT_DESCRIBED = "not supported: its sources do not describe it; see docs/objectives.md"
-LEFT_OUT = dict.fromkeys(("alum", "kbert", "t_cvae", "tinybert", "q_bert", "pkd", "xlm"), _NOT_DESCRIBED)
-LEFT_OUT |= dict.fromkeys(("elmo", "ulmfit", "siatl"), _LSTM)
+UNSUPPORTED = dict.fromkeys(("alum", "kbert", "t_cvae", "tinybert", "q_bert", "pkd", "xlm"), _NOT_DESCRIBED)
+UNSUPPORTED |= dict.fromkeys(("elmo", "ulmfit", "siatl"), _LSTM)
 # Options with the only value that a system's class of transformers computes: the heads of these classes compute
 # gelu_erf, whatever hidden_act is.
 _GELU_ERF_HEADS = ("roberta", "xlm_roberta", "camembert", "electra", "electra_generator")
@@ -145,7 +145,7 @@ _TEXT_FORMS: dict[str | None, str] = {
 }  # fmt: skip
 
 
-def usual_objective(system: str | None) -> str:
+def default_objective(system: str | None) -> str:
     """The objective on which a system's paper trains it; blank infilling without a system."""
     if system is None or system in _GLMS:
         return "blank_infilling"
@@ -194,7 +194,7 @@ def with_objective(tree: Mapping[str, Any]) -> dict[str, Any]:
         return dict(tree)
     if system in _GLMS:
         return dict(tree)
-    name = usual_objective(system)
+    name = default_objective(system)
     section = dict(_RECIPES.get(system, {}))
     has_label = False
     if name in _SENTENCE_LABELS:

@@ -40,7 +40,7 @@ class TextDocument:
     """A text as the encoder reads it, and how many of its first tokens the mean leaves out."""
 
     example: Example
-    left_out: int
+    skipped: int
 
 
 class TextFormat:
@@ -77,12 +77,12 @@ class TextFormat:
         self._prompt = config.prompt_text(config.default_prompt if prompt is None else prompt)
         self._overhead = len(self._example([]).tokens)
         # Tokens of the prompt by itself and what stands before them; its last may become one token with the text.
-        self._left_out = 0
+        self._skipped = 0
         if self._prompt and not config.include_prompt:
-            self._left_out = self._before + len(run.tokenizer.encode(self._prompt))
+            self._skipped = self._before + len(run.tokenizer.encode(self._prompt))
             check(
-                self._left_out < self.length - 1,
-                f"the prompt {self._prompt!r} has {self._left_out} tokens, but embedding.max_length is {self.length}; "
+                self._skipped < self.length - 1,
+                f"the prompt {self._prompt!r} has {self._skipped} tokens, but embedding.max_length is {self.length}; "
                 "raise it, or shorten the prompt.",
             )
 
@@ -116,7 +116,7 @@ class TextFormat:
             tokens = ids[end - length : end][:most].tolist()
             if not tokens and not self.reads_empty_texts:
                 raise DataError(f"the text {text[:40]!r} has no token; remove it.")
-            found.append(TextDocument(self._example(tokens), self._left_out))
+            found.append(TextDocument(self._example(tokens), self._skipped))
         return found
 
     def _example(self, ids: Sequence[int]) -> Example:
@@ -137,8 +137,8 @@ class TextFormat:
         )[None]
         lengths = [len(each.example.tokens) for each in documents]
         fields[0, FIELDS.index("doc")] = np.repeat(np.arange(len(documents)), lengths)
-        left_out = np.array([each.left_out for each in documents])
-        return TextBatch(fields, pooling=self.config.pooling, left_out=left_out)
+        skipped = np.array([each.skipped for each in documents])
+        return TextBatch(fields, pooling=self.config.pooling, skipped=skipped)
 
 
 class Embedder:

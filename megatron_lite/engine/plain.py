@@ -13,7 +13,7 @@ from megatron_lite.parallel.context import Mpu, ParallelContext
 from megatron_lite.transformer.batch import Batch
 from megatron_lite.transformer.build import build_model
 from megatron_lite.transformer.micro_batch import MicroBatch
-from megatron_lite.transformer.pairs import PairInputs
+from megatron_lite.transformer.pair_records import PairInputs
 from megatron_lite.transformer.task_batch import TaskBatch
 from megatron_lite.transformer.tensor_parallel import TensorParallel
 from megatron_lite.transformer.transformer import Transformer

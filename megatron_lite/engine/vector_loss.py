@@ -20,7 +20,7 @@ from megatron_lite.config.tree import Config
 from megatron_lite.parallel.collectives import Group, all_gather, all_reduce
 from megatron_lite.transformer.micro_batch import MicroBatch
 from megatron_lite.transformer.pair_losses import CoSent, InfoNce, PairLoss, Records, loss_and_gradient
-from megatron_lite.transformer.pairs import PairInputs, PairRecords
+from megatron_lite.transformer.pair_records import PairInputs, PairRecords
 
 
 def pair_section(config: Config) -> ContrastiveConfig:

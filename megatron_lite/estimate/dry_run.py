@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from data_utils.common.errors import ConfigError
-from data_utils.loader.extent_ahead import extent_if_here
+from data_utils.loader.mixtures_ahead import corpus_report_if_here
 from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.config.attention import choose, describe, with_choice
 from megatron_lite.config.tree import Config
@@ -52,7 +52,7 @@ def dry_run(config: Config, processes: int, gpu_name: str, efficiency: float = E
     samples = phase_plan.consumed(config.training.steps)
     # A list: a mixture that cannot be is an error before the report.
     reading = list(
-        extent_if_here(
+        corpus_report_if_here(
             config.data,
             config.training.seed,
             samples,

@@ -17,7 +17,7 @@ from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.metrics.decode_outputs import positive_label, prediction, probabilities, references
 from data_utils.tasks.metrics.metrics import measure
 from data_utils.tasks.metrics.metrics_by_task import LOSS, task_metrics
-from data_utils.tasks.readers.pairs import sentences_on_lines
+from data_utils.tasks.readers.source_target import sentences_on_lines
 from data_utils.tasks.templates.render import Renderer
 from megatron_lite.finetune.data import make_task_batch
 from megatron_lite.finetune.writing import Write

@@ -24,7 +24,10 @@ from data_utils.tasks.readers.minimal_pairs import BLIMP_PARADIGMS, PUBLISHED, M
 from data_utils.tasks.templates.continuations import Continuations
 from megatron_lite.finetune.harness import Harness
 
-USUAL = {"bert": "words", "glm": "blanks"}  # by the form of the model's inputs; others: left-to-right
+DEFAULT_SCORES = {
+    "bert": "words",
+    "glm": "blanks",
+}  # by the form of the model's inputs; others: left-to-right
 PAIRS_OF_A_PASS = 100  # scored together, so that progress is shown
 
 
@@ -91,10 +94,10 @@ def _numbers(paradigms: Sequence[Paradigm]) -> dict[str, Any]:
     }
 
 
-def usual_score(template: Continuations) -> str:
+def default_score(template: Continuations) -> str:
     if template.format_name == "glm" and not template.knows_word_blanks:
         return "left-to-right"
-    return USUAL.get(template.format_name, "left-to-right")
+    return DEFAULT_SCORES.get(template.format_name, "left-to-right")
 
 
 def check(template: Continuations, pairs: Sequence[MinimalPair], score: str) -> None:

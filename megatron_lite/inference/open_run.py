@@ -80,11 +80,11 @@ class OpenRun:
         made_of = model_spec(self.config).made_of(self.config)
         with torch.device("meta"):
             model = made_of[0](*made_of[1:])
-        model = with_weights(model, self.checkpoint).to(device or usual_device())
+        model = with_weights(model, self.checkpoint).to(device or default_device())
         return Run(self.config, self.tokenizer, self.checkpoint, model=model)
 
 
-def usual_device() -> torch.device:
+def default_device() -> torch.device:
     """A GPU if there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -152,9 +152,9 @@ class Search:
             probabilities[self.config.top_k :] = 0.0
         # A token is kept if the likelier ones have not reached top_p; the likeliest is always kept.
         before = probabilities.cumsum(-1) - probabilities
-        left_out = before >= self.config.top_p * probabilities.sum()
-        left_out[0] = False  # also where top_p is 0 in fp32
-        probabilities[left_out] = 0.0
+        removed = before >= self.config.top_p * probabilities.sum()
+        removed[0] = False  # also where top_p is 0 in fp32
+        probabilities[removed] = 0.0
         return int(order[torch.multinomial(probabilities, 1, generator=generator)])
 
     def _beams(self, state: DecodingState, limits: Sequence[int]) -> list[list[Hypothesis]]:

@@ -59,10 +59,10 @@ class Unmasking:
     ) -> Hypothesis:
         config, first = search.config, len(context)
         tokens = torch.tensor([*context, *[self._mask] * limit], device=self._device)
-        borders = [*range(0, limit, config.unmask_block or limit), limit]
+        boundaries = [*range(0, limit, config.unmask_block or limit), limit]
         # The steps are those of the whole completion, shared by its blocks.
-        steps = max(1, (config.unmask_steps or limit) // (len(borders) - 1))
-        for start, stop in pairwise(borders):
+        steps = max(1, (config.unmask_steps or limit) // (len(boundaries) - 1))
+        for start, stop in pairwise(boundaries):
             for count in filter(None, fixed_counts(stop - start, steps)):
                 logits = self._guided(tokens, first, config.guidance)[start:stop]
                 logits[:, search.banned] = NEVER

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import yaml
 
 from megatron_lite.report.facts import facts
-from megatron_lite.report.pairs import pair_charts
+from megatron_lite.report.minimal_pairs import pair_charts
 from megatron_lite.report.phases import phases
 from megatron_lite.report.render import render, utc
 from megatron_lite.report.run import RunReport

@@ -6,7 +6,7 @@ import statistics
 
 from data_utils.common.errors import UserError
 from data_utils.common.settings import build
-from data_utils.loader.extent_ahead import extent_if_here
+from data_utils.loader.mixtures_ahead import corpus_report_if_here
 from megatron_lite.config.tree import Config
 from megatron_lite.report.run import RunReport
 from megatron_lite.report.tables import Table
@@ -37,9 +37,9 @@ def phases(run: RunReport) -> list[Table]:
     samples = phase_plan.consumed(config.training.steps)
     try:
         sampling = phase_plan.largest_batch, config.objective_choices, phase_plan.samples, config.sample_unit
-        extent = list(extent_if_here(config.data, config.training.seed, samples, *sampling))
+        lines = list(corpus_report_if_here(config.data, config.training.seed, samples, *sampling))
     except UserError as error:
-        extent = [str(error)]
+        lines = [str(error)]
     speed = run.records.curve("train", "tokens_per_second")
     rows: list[list[str]] = []
     for number, phase in enumerate(phase_plan.configs, start=1):
@@ -55,7 +55,7 @@ def phases(run: RunReport) -> list[Table]:
         speeds = [point.value for point in speed.points() if first < point.step <= end] if speed else []
         tokens_per_second = statistics.mean(speeds) if speeds else 0.0
         prefix = f"phase {number} reads "
-        texts = [line.removeprefix(prefix) for line in extent if line.startswith(prefix)]
+        texts = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
         rows.append(
             [
                 f"{number}: {phase_plan.phases[number - 1]}",

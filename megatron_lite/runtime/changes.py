@@ -20,9 +20,9 @@ from data_utils.common.settings import build, keys_of, section_in, to_tree
 from data_utils.common.settings_listed import path_settings
 from data_utils.dataset.manifest import read_manifest
 from data_utils.loader.config import CorpusConfig
-from data_utils.loader.extent_ahead import mixtures_ahead
 from data_utils.loader.loader import FURTHER_CHECKSUMS, corpus_weights
 from data_utils.loader.mixture import quotas
+from data_utils.loader.mixtures_ahead import mixtures_ahead
 from data_utils.objectives import OBJECTIVES
 from megatron_lite.checkpoint.manifest import Checkpoint
 from megatron_lite.checkpoint.trainer_state import TrainerState

@@ -37,7 +37,7 @@ class Condition(StrEnum):
 class Start(StrEnum):
     """The effect of starting the same command again."""
 
-    AT_BEGINNING = "starts at step 0, or from `checkpoint.initialize_from`"
+    AT_STEP_0 = "starts at step 0, or from `checkpoint.initialize_from`"
     CONTINUES = "continues from the newest checkpoint"
     FALLS_BACK = "names the bad ones and continues from the newest good checkpoint"
     REFUSED = "is refused, and nothing is changed"
@@ -53,11 +53,11 @@ class Meaning:
 
 MEANINGS = {
     Condition.NEVER_SAVED: Meaning(
-        "there is no `checkpoints`, and no record of a save", Start.AT_BEGINNING, False, False
+        "there is no `checkpoints`, and no record of a save", Start.AT_STEP_0, False, False
     ),
     Condition.FIRST_SAVE_FAILED: Meaning(
         "`checkpoints` holds no checkpoint (perhaps a `.partial`), and no save is recorded",
-        Start.AT_BEGINNING,
+        Start.AT_STEP_0,
         False,
         True,
     ),

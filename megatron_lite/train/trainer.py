@@ -46,7 +46,7 @@ from megatron_lite.train.evaluation import Evaluation, TaskEvaluator
 from megatron_lite.train.event_log import EventLog
 from megatron_lite.train.loss_normaliser import LossNormaliser
 from megatron_lite.train.prefetch import Prefetch
-from megatron_lite.train.resume import Beginning, checkpoint_directory, load_beginning
+from megatron_lite.train.start import LoadedState, checkpoint_directory, load_start
 from megatron_lite.train.step import Progress, StepCounts, StepMaker, StepMessage
 from megatron_lite.transformer.batch import Samples
 from megatron_lite.transformer.build import model_spec
@@ -122,16 +122,16 @@ class Trainer:
         )
 
         self.watchdog.enter(Section.CHECKPOINT, "loading")
-        beginning = self._load_beginning()
+        loaded = self._load_start()
         self.watchdog.enter(Section.SETUP, "measuring the machine")
         # Rates that earlier starts measured on this machine come from the checkpoint.
-        known_rates = beginning.state.machine_rates if beginning.state else {}
+        known_rates = loaded.state.machine_rates if loaded.state else {}
         self.peak_flops = PeakFlops(
             config.run.peak_tflops, TYPES[config.training.precision], context, known_rates
         )
         # Not before: a refused start changes nothing in a run's directory.
         self.metrics = self._open_records()
-        for event in beginning.events:
+        for event in loaded.events:
             self._record_event(event, self.progress.step)
 
     # One step
@@ -337,22 +337,22 @@ class Trainer:
     def _watch_save(self, what: str) -> AbstractContextManager[None]:
         return self.watchdog.in_background(Section.CHECKPOINT, what)
 
-    def _load_beginning(self) -> Beginning:
+    def _load_start(self) -> LoadedState:
         """Load where the run begins."""
-        beginning = load_beginning(
+        loaded = load_start(
             self.config, self.engine, self.context, self.train_data.fingerprint(), self._program
         )
-        state, progress = beginning.state, self.progress
+        state, progress = loaded.state, self.progress
         if state is not None:
             progress.step, progress.consumed_samples = state.step, self._phase_plan.consumed(state.step)
             progress.consumed_tokens = state.consumed_tokens
             self.results.skipped_steps = state.skipped_steps
             self.results.skipped_in_a_row = state.skipped_in_a_row
             self.events = EventLog.from_state(state.events)
-            if beginning.is_own:
+            if loaded.is_own:
                 self._saver.saved_step = progress.step
                 # Not for a branch: its first start is no restart, and another run's step is not saved in this
                 # directory.
                 progress.restarts = state.restarts + 1
-        self.evaluation.resume(progress.step, beginning.is_own)
-        return beginning
+        self.evaluation.resume(progress.step, loaded.is_own)
+        return loaded

@@ -90,11 +90,11 @@ class ModelSpec:
         """The function that makes a TaskBatch one that the model reads."""
         return lambda batch: batch
 
-    def check_beginning(self, config: Config) -> None:
+    def check_start(self, config: Config) -> None:
         """Raise CheckpointError unless a new run can begin as its objective's section says."""
 
-    def begin(self, config: Config, engine: Any, context: Any) -> None:
-        """Load what a new run begins with, by its objective's section; called by every rank after `check_beginning`."""
+    def load_start(self, config: Config, engine: Any, context: Any) -> None:
+        """Load what a new run starts with, by its objective's section; called by every rank after `check_start`."""
 
     def check_same_data(self, config: Config, data: Sequence[Mapping[str, Any]], checkpoint: str) -> None:
         """Raise CheckpointError unless what the model reads beside the corpora is what it was trained on.

@@ -347,8 +347,8 @@ class _Chunks:
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, vectors, weight, bias, border_bias, targets, group, chunks):  # type: ignore[no-untyped-def]
-        biases, sums = (bias, border_bias), []
+    def forward(ctx, vectors, weight, bias, boundary_bias, targets, group, chunks):  # type: ignore[no-untyped-def]
+        biases, sums = (bias, boundary_bias), []
         for chunk, bias_index in chunks.slices(len(vectors)):
             logits, _ = chunks.logits(vectors[chunk], weight, biases[bias_index])
             sums.append(local_sums(logits, targets[chunk], chunks.first, chunks.valid, chunks.terms))
@@ -359,7 +359,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         losses, log_sums = finish_losses(
             log_sums, target_logits, logit_sums[0] if logit_sums else None, group, chunks.terms
         )
-        ctx.save_for_backward(vectors, weight, bias, border_bias, targets, log_sums)
+        ctx.save_for_backward(vectors, weight, bias, boundary_bias, targets, log_sums)
         ctx.chunks = chunks
         return losses
 

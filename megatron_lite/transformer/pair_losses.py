@@ -70,14 +70,14 @@ class InfoNce:
 
         own_score = (query * positive).sum(1) / self.temperature
         to_documents = self._scores(query, documents, own_score)
-        left_out = self._left_out(rows, records, slice(1, None))
-        scores = [to_documents.masked_fill(left_out & ~is_positive, -torch.inf)]
+        excluded = self._excluded(rows, records, slice(1, None))
+        scores = [to_documents.masked_fill(excluded & ~is_positive, -torch.inf)]
         if self.denominator != "query_to_document":
-            no_query = self._left_out(rows, records, slice(0, 1))
+            no_query = self._excluded(rows, records, slice(0, 1))
             scores.append(self._scores(positive, queries).masked_fill(no_query & ~own, -torch.inf))
         if self.denominator == "joint":
             scores.append(self._scores(query, queries).masked_fill(no_query | own, -torch.inf))
-            scores.append(self._scores(positive, documents).masked_fill(left_out | of_own_record, -torch.inf))
+            scores.append(self._scores(positive, documents).masked_fill(excluded | of_own_record, -torch.inf))
             log_z = torch.cat(scores, dim=1).logsumexp(1)
         else:
             log_z = torch.stack([each.logsumexp(1) for each in scores]).mean(0)
@@ -95,7 +95,7 @@ class InfoNce:
         return scores.masked_fill(scores.detach() > most[:, None], -torch.inf)
 
     @staticmethod
-    def _left_out(rows: torch.Tensor, records: Records, columns: slice) -> torch.Tensor:
+    def _excluded(rows: torch.Tensor, records: Records, columns: slice) -> torch.Tensor:
         """Bool [R, N columns]: what is no negative of a row: a text equal to its query or positive, or no text."""
         texts = records.texts[:, columns].flatten()
         is_used = (records.is_text & records.is_counted[:, None])[:, columns].flatten()

@@ -37,7 +37,7 @@ class TextBatch(Batch):
     Args:
         fields, samples: as of `Batch`.
         pooling: one of POOLINGS.
-        left_out: int [G], first tokens of each document that the mean leaves out; None = none.
+        skipped: int [G], first tokens of each document that the mean leaves out; None = none.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class TextBatch(Batch):
         samples: np.ndarray | None = None,
         *,
         pooling: str,
-        left_out: np.ndarray | None = None,
+        skipped: np.ndarray | None = None,
     ):
         super().__init__(fields, samples)
-        self.pooling, self.left_out = pooling, left_out
+        self.pooling, self.skipped = pooling, skipped
 
     def extra_inputs(
         self,
@@ -78,7 +78,7 @@ class TextBatch(Batch):
         )
         place = np.arange(len(tokens)) - first[document]  # of a token in its document
         if self.pooling == "mean":
-            skipped = np.zeros(len(lengths), np.int64) if self.left_out is None else self.left_out
+            skipped = np.zeros(len(lengths), np.int64) if self.skipped is None else self.skipped
             chosen = place >= skipped[document]
         else:
             chosen = place == (0 if self.pooling == "cls" else lengths[document] - 1)

@@ -42,7 +42,7 @@ from megatron_lite.transformer.lm_head import Heads
 from megatron_lite.transformer.loss import ChunkedLogits, loss_logits, prediction_losses, sum_losses
 from megatron_lite.transformer.micro_batch import MicroBatch
 from megatron_lite.transformer.norms import LayerNorm, RMSNorm, final_layernorm
-from megatron_lite.transformer.pairs import PairInputs
+from megatron_lite.transformer.pair_records import PairInputs
 from megatron_lite.transformer.pooling import pool
 from megatron_lite.transformer.position_bias import Table, relative_tables
 from megatron_lite.transformer.predictions import task_outputs, token_scores

@@ -70,11 +70,11 @@ def unigram_losses(config: Config) -> dict[str, float]:
     if data.validation is None:
         raise ConfigError("the run has no validation corpus; set data.validation.")
     shape = (len(data.loss_names), tokenizer.vocab_size)
-    borders = [
+    boundaries = [
         *phase_plan.first_samples,
         phase_plan.consumed(config.training.steps),
     ]  # a batch is of one phase
-    ranges = itertools.starmap(range, itertools.pairwise(borders))
+    ranges = itertools.starmap(range, itertools.pairwise(boundaries))
     seen = np.sum([target_counts(data.train, samples, shape) for samples in ranges], axis=0)
     wanted = target_counts(data.validation, range(config.training.eval_samples), shape)
     sums = loss_sums(seen, wanted, classes_of(config, data.loss_names))

@@ -20,7 +20,7 @@ def read(values):
 
 def test_what_is_written_is_read():
     assert read(json.loads(json.dumps(WHOLE.to_json()))) == WHOLE
-    assert read(TrainerState.beginning({}).to_json()).data is None
+    assert read(TrainerState.at_step_0({}).to_json()).data is None
 
 
 @pytest.mark.parametrize(

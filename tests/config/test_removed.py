@@ -41,16 +41,16 @@ def recorded():
 def test_a_checkpoint_opens_under_the_present_names(recorded, tmp_path):
     assert HEAD.keys() == {field.name for field in fields(TaskHeadConfig)}
     config, record = recorded
-    state = TrainerState.beginning(record).to_json()
+    state = TrainerState.at_step_0(record).to_json()
     assert build(Config, TrainerState.from_json(state, tmp_path).config) == config
 
 
 def test_an_export_opens_under_the_present_names(recorded, tmp_path):
     _, record = recorded
     sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4}
-    left_out = {"task_heads", "task_rows"}  # text and rows are no part of an export
+    dropped = {"task_heads", "task_rows"}  # text and rows are no part of an export
     head = {name: value for name, value in record["model"].items() if name.startswith("task_")}
-    described = {"model": sizes | {name: head[name] for name in head.keys() - left_out}}
+    described = {"model": sizes | {name: head[name] for name in head.keys() - dropped}}
     text = json.dumps(
         {"format": "megatron-lite-export", "config": described, "tokenizer": {"kind": "hf_json"}}
     )
@@ -66,12 +66,12 @@ def test_a_setting_of_tasks_that_is_gone_is_left_out_where_it_says_nothing(recor
     for task in (record["task"], *record["tasks"]):
         task["bidirectional"] = True
     assert (
-        build(Config, TrainerState.from_json(TrainerState.beginning(record).to_json(), tmp_path).config)
+        build(Config, TrainerState.from_json(TrainerState.at_step_0(record).to_json(), tmp_path).config)
         == several
     )
     record["tasks"][0]["bidirectional"] = False
     with pytest.raises(CheckpointError, match=r"task.bidirectional to False.*harness.py --left-to-right"):
-        TrainerState.from_json(TrainerState.beginning(record).to_json(), tmp_path)
+        TrainerState.from_json(TrainerState.at_step_0(record).to_json(), tmp_path)
 
 
 def test_a_file_with_a_former_name_is_told_the_present_one(recorded, tmp_path):

@@ -25,7 +25,7 @@ from megatron_lite.hf.published.heads import OTHER_HEADS
 from megatron_lite.inference.open_run import open_run
 from megatron_lite.models.electra import huggingface
 from megatron_lite.models.electra.config import discriminator_alone
-from megatron_lite.train.resume import check_beginning, load_beginning
+from megatron_lite.train.start import check_start, load_start
 
 TREE = {"training": {"steps": 6, "precision": "fp32", "seed": 7}, "data": {"sequence_length": 60}}
 OF_OURS, OF_THEIRS = "embedding.word_embeddings.weight", "embeddings.word_embeddings.weight"
@@ -112,7 +112,7 @@ def test_words_of_one_table_alone_are_noticed(pair, tmp_path):
 
 def begin(context, config):
     engine = make_engine(config, context, len(LOSS_NAMES))
-    load_beginning(config, engine, context, [], {})
+    load_start(config, engine, context, [], {})
     return {name: p.detach().clone() for name, p in engine.named_parameters.items()}
 
 
@@ -128,7 +128,7 @@ def test_the_discriminator_alone_begins_with_the_sum(pair, tmp_path):
             tree, {**begins, "parallel": parallel, "batch": {"micro_batch_size": 2, "global_batch_size": 2}}
         ),
     )
-    check_beginning(config)
+    check_start(config)
     ranks = run_ranks(begin, 2, config, parallel=ParallelConfig(**parallel))
     held = own_models.weights_of(run)
     expected = held[f"generator.{OF_OURS}"] + held[f"encoder.{OF_OURS}"]

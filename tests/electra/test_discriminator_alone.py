@@ -20,7 +20,7 @@ from megatron_lite.finetune.setup import load_tree, prepare
 from megatron_lite.hf.common.imported_run import write_training_checkpoint
 from megatron_lite.hf.common.weights import Weights
 from megatron_lite.inference.open_run import load_run
-from megatron_lite.train.resume import check_beginning
+from megatron_lite.train.start import check_start
 from megatron_lite.transformer.build import build_model, model_spec
 
 SETTINGS = [
@@ -56,7 +56,7 @@ def learn(context, run, task, output):
     tree = load_tree([], task, SETTINGS, find_manifest(run).trainer_state().config)
     tree = merge(tree, {"run": {"directory": str(output)}, "checkpoint": {"initialize_from": str(run)}})
     prepared = prepare(tree)
-    check_beginning(prepared.config)
+    check_start(prepared.config)
     return finetune(prepared, output, context)
 
 

@@ -13,7 +13,7 @@ from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.plain import make_engine
-from megatron_lite.train.resume import check_beginning, load_beginning
+from megatron_lite.train.start import check_start, load_start
 
 MEASURES = ("replaced_accuracy", "replaced_recall", "generator_accuracy")
 
@@ -77,7 +77,7 @@ def test_what_is_reported(one):
 
 def begin(context, config):
     engine = make_engine(config, context, len(LOSS_NAMES))
-    load_beginning(config, engine, context, [], {})
+    load_start(config, engine, context, [], {})
     return {name: p.detach().clone() for name, p in engine.named_parameters.items()}
 
 
@@ -90,7 +90,7 @@ def test_a_run_begins_with_another_or_with_its_discriminator_alone(one, tmp_path
         assert torch.equal(weights[name][: len(weight)], weight), name
     tree = {name: section for name, section in TREE.items() if name != "electra"}
     alone = build(Config, merge(tree | {"objectives": {"masked_lm": 1}}, begins))
-    check_beginning(alone)
+    check_start(alone)
     (weights,) = run_ranks(begin, 1, alone)
     bodies = [name for name in expected if name.startswith("encoder.")]
     assert bodies

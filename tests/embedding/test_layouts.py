@@ -21,10 +21,10 @@ from megatron_lite.engine.plain import make_engine
 from megatron_lite.models.text_pairs.batch import PairBatch
 from megatron_lite.transformer.build import build_model
 from megatron_lite.transformer.micro_batch import MicroBatch
-from megatron_lite.transformer.pairs import PairRecords
+from megatron_lite.transformer.pair_records import PairRecords
 
 RECORDS, TEXTS, LENGTH, VOCABULARY, STEPS = 8, 3, 40, 96, 3
-LEFT_OUT = 5  # a record whose query is an earlier one's
+EXCLUDED = 5  # a record whose query is an earlier one's
 SKIPPED = (3, 2)  # tokens of prompts that the mean leaves out
 
 
@@ -82,9 +82,9 @@ def drawn(step: int) -> tuple[np.ndarray, PairRecords]:
             row[DOC, here] = text
             row[OBJECTIVE, here] = CONTRASTIVE.number
             at += length
-    fields[LEFT_OUT] = 0
-    fields[LEFT_OUT, DOC] = PADDING_DOC
-    is_counted = np.arange(RECORDS) != LEFT_OUT
+    fields[EXCLUDED] = 0
+    fields[EXCLUDED, DOC] = PADDING_DOC
+    is_counted = np.arange(RECORDS) != EXCLUDED
     texts = np.arange(1, RECORDS * TEXTS + 1, dtype=np.uint64).reshape(RECORDS, TEXTS) * is_text
     return fields, PairRecords(0, texts.astype(np.uint64), is_text, is_counted, np.zeros(RECORDS, np.float32))
 

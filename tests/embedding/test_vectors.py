@@ -109,14 +109,14 @@ def test_a_prompt_is_read_before_the_text_is_cut_and_may_be_left_out_of_the_mean
     cut = embed(run, ["word1 word2 word3"], "query", max_length=5)
     assert np.abs(cut - embed(run, ["word1"], "query")).max() < 1e-6
     # Without the prompt: of [CLS] word9 word8 word1 [SEP] the last two.
-    left_out = embed(run, ["word1"], "query", include_prompt=False, pooling="mean", normalize=False)
+    dropped = embed(run, ["word1"], "query", include_prompt=False, pooling="mean", normalize=False)
     text_format = TextFormat(run, EmbeddingConfig(prompts=PROMPTS), "query")
     batch = MicroBatch.from_batch(
         text_format.batch(text_format.documents(["word1"])), torch.device("cpu"), run.config.model
     )
     with torch.no_grad():
         hidden = run.model.final_layernorm(run.model.run(batch.tokens, batch.ids, batch.plan, None))
-    assert np.abs(left_out[0] - hidden[3:5].numpy().mean(0)).max() < 1e-5
+    assert np.abs(dropped[0] - hidden[3:5].numpy().mean(0)).max() < 1e-5
 
 
 def test_a_cut_vector_is_normalized_anew(runs):

@@ -28,7 +28,7 @@ from data_utils.objectives import LOSSES
 from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.config.tree import Config
 from megatron_lite.models.ernie_thu.batch import EntityBatch, Noise
-from megatron_lite.train.resume import check_beginning
+from megatron_lite.train.start import check_start
 from megatron_lite.transformer.build import build_model
 from megatron_lite.transformer.micro_batch import prepare
 
@@ -177,9 +177,9 @@ def test_other_vectors_do_not_continue_a_run(run, tmp_path):
         for entities in ({}, {"vectors": str(tmp_path / "other.npy")})
     )
     size = load_tokenizer(same.tokenizer).vocab_size
-    check_beginning(same.with_vocab_size(size))
+    check_start(same.with_vocab_size(size))
     with pytest.raises(CheckpointError, match=r"other\.npy differ from the vectors that "):
-        check_beginning(other.with_vocab_size(size))
+        check_start(other.with_vocab_size(size))
 
 
 def test_a_pretrained_run_is_tuned_and_measured_from_a_shell(run, tmp_path):

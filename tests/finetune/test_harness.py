@@ -214,7 +214,7 @@ def test_choices_of_one_token_are_one_document(runs, monkeypatch):
 
 
 def test_text_is_tokenized_as_one(runs):
-    """A word that goes on after the context is a piece of it; where a token reaches over the border, both are apart."""
+    """A word that goes on after the context is a piece of it; where a token spans the boundary, both are apart."""
     layout = Harness(runs("causal")).template
     piece, word = (runs("causal").tokenizer.encode(text) for text in ("jumps", " s"))
     assert layout.tokenize("jump", "s").continuation == piece[1:] != word

@@ -16,7 +16,7 @@ from megatron_lite.finetune.checkpoints import evaluate
 from megatron_lite.finetune.run import finetune
 from megatron_lite.finetune.setup import load_tree, prepare
 from megatron_lite.models.optimus.open_run import open_latent
-from megatron_lite.train.resume import check_beginning
+from megatron_lite.train.start import check_start
 
 SETTINGS = [
     "batch.global_batch_size=16",
@@ -45,7 +45,7 @@ def learn(context, run, task, output, settings):
     tree = load_tree([], task, settings, find_manifest(run).trainer_state().config)
     tree = merge(tree, {"run": {"directory": str(output)}, "checkpoint": {"initialize_from": str(run)}})
     task = prepare(tree)
-    check_beginning(task.config)
+    check_start(task.config)
     return finetune(task, output, context)
 
 

@@ -105,7 +105,7 @@ def test_scores_match_a_plain_loop(imported, case, score):
     else:
         expected = [pseudo(model, tokenizer, sentence, score == "words") for sentence in SENTENCES]
     harness = Harness(load_run(run), size=3)
-    assert described["vocab_size"] and minimal_pairs.usual_score(harness.template) == (
+    assert described["vocab_size"] and minimal_pairs.default_score(harness.template) == (
         "words" if score == "tokens" else score
     )
     assert minimal_pairs.scored(harness, SENTENCES, score) == pytest.approx(
@@ -392,10 +392,10 @@ def test_a_score_that_the_run_does_not_give_is_refused(tmp_path):
 def test_a_glm_of_long_spans_alone_is_scored_left_to_right(tmp_path):
     run = harness_run(tmp_path, "blank_infilling", token_prob=0.0, sentence_prob=0.0)
     harness = Harness(run)
-    assert minimal_pairs.usual_score(harness.template) == "left-to-right"
+    assert minimal_pairs.default_score(harness.template) == "left-to-right"
     with pytest.raises(ConfigError, match="gives left-to-right"):
         minimal_pairs.measure(harness, [], "blanks")
-    assert minimal_pairs.usual_score(Harness(harness_run(tmp_path, "blank_infilling")).template) == "blanks"
+    assert minimal_pairs.default_score(Harness(harness_run(tmp_path, "blank_infilling")).template) == "blanks"
 
 
 @pytest.mark.parametrize("paradigms", [67, 2])

@@ -62,7 +62,7 @@ def save_layout(context, settings, directory):
         part = fragment.tensors["weight"][run.start - fragment.start : run.stop - fragment.start]
         part.data.copy_(whole[fragment.name].flatten()[positions])
     engine.gather_weights()
-    state = TrainerState.beginning(settings).to_json()
+    state = TrainerState.at_step_0(settings).to_json()
     save_checkpoint(Path(directory) / "checkpoints", 5, engine, state, context)
 
 

@@ -18,7 +18,7 @@ from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.plain import PlainEngine
 from megatron_lite.hf.importing import import_directory
-from megatron_lite.train.resume import check_beginning, load_beginning
+from megatron_lite.train.start import check_start, load_start
 from megatron_lite.transformer.build import build_model
 
 WORDS = "decoder.embedding.word_embeddings.weight"
@@ -61,7 +61,7 @@ def begin(context, config):
     logger = logging.getLogger("megatron_lite.models.optimus.pretrained_stacks")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    load_beginning(config, engine, context, [], {})
+    load_start(config, engine, context, [], {})
     return {name: p.detach().clone() for name, p in engine.named_parameters.items()}, lines
 
 
@@ -69,7 +69,7 @@ def test_a_published_bert_and_gpt2_become_optimus(imported):
     """GPT-2's table has three rows less; they keep their initial values."""
     root, tree = imported
     config = config_of({**tree, "parallel": {"zero_stage": 2}})
-    check_beginning(config)
+    check_start(config)
     found, lines = run_ranks(begin, 2, config, parallel=ParallelConfig(zero_stage=2))[0]
     theirs = load_file(root / "decoder/model.safetensors")["transformer.wte.weight"]
     rows = len(GPT2_NAMES)
@@ -96,4 +96,4 @@ def test_other_tokenizers_are_refused(imported, change, message):
     (key, options), (_, tree) = next(iter(change.items())), imported
     config = config_of({**tree, key: {**tree[key], **options}})
     with pytest.raises(CheckpointError, match=message):
-        check_beginning(config)
+        check_start(config)

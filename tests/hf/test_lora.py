@@ -131,7 +131,7 @@ def train(context, run, batches, steps):
         else:
             result = engine.train_step(prepared, LR)
         losses.append(float(result.objective_sums[:, 0].sum()) * factor)
-    state = TrainerState.beginning(to_tree(config)).to_json()
+    state = TrainerState.at_step_0(to_tree(config)).to_json()
     save_checkpoint(run / "checkpoints", steps, engine, state | {"step": steps}, context)
     return losses, gradients
 

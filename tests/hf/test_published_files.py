@@ -19,7 +19,7 @@ from megatron_lite.hf.common.weights import Weights
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.inference.open_run import open_run
-from megatron_lite.train.resume import check_beginning, keep_task_rows
+from megatron_lite.train.start import check_start, keep_task_rows
 from megatron_lite.transformer.flops import parameter_shapes
 
 
@@ -142,11 +142,11 @@ def test_a_new_roberta_with_another_activation_is_refused(tmp_path):
     with pytest.raises(
         ConfigError, match=r"model\.activation is relu with model\.system roberta, .* gelu_erf"
     ):
-        check_beginning(config)
+        check_start(config)
     shapes = parameter_shapes(config.model)
     weights = Weights(shapes, lambda name: torch.zeros(shapes[name]))
     write_training_checkpoint(tmp_path / "checkpoints/step_00000000", weights, config)
-    check_beginning(config)
+    check_start(config)
 
 
 def test_runs_keep_their_rows_of_the_task_embedding(tmp_path):

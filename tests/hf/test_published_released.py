@@ -112,8 +112,8 @@ def test_a_base_model_comes_in_with_new_heads(tmp_path, caplog, class_name):
     export_run(tmp_path / "run", tmp_path / "ours", ExportOptions(verify=False))
     before, after = (load_file(tmp_path / path / "model.safetensors") for path in ("theirs", "ours"))
     whole = {key.removeprefix(PUBLISHED[model_type(tmp_path)].prefix): x for key, x in after.items()}
-    left_out = {key for key in before if key not in whole}
-    assert left_out == ({"pooler.dense.weight", "pooler.dense.bias"} if "Roberta" in class_name else set())
+    dropped = {key for key in before if key not in whole}
+    assert dropped == ({"pooler.dense.weight", "pooler.dense.bias"} if "Roberta" in class_name else set())
     assert [key for key in before if key in whole and not torch.equal(before[key], whole[key])] == []
 
 

@@ -119,7 +119,7 @@ def saved_again(context, run, output):
     tree = load_yaml(run / "config.yaml") | {"parallel": parallel}
     engine = make_engine(build(Config, tree), context, len(LOSSES))
     load_checkpoint(read_checkpoint(run / "checkpoints" / checkpoint_name(0)), engine, context)
-    state = TrainerState.beginning(tree).to_json()
+    state = TrainerState.at_step_0(tree).to_json()
     save_checkpoint(output / "checkpoints", 1, engine, state, context)
 
 

@@ -238,8 +238,8 @@ def test_active_units_are_the_columns_of_the_weight_that_are_not_zero():
     assert active_units(mu).tolist() == [True, False, True]
     flat = one_dimension()
     assert flat.exact(flat.draw(5000, seed=8))[0].var().item() == pytest.approx(0.5, abs=0.04)
-    border = torch.tensor([[0.0, 0.0], [0.1414, 0.1415]])  # variances 0.009997 and 0.01001
-    assert active_units(border).tolist() == [False, True]
+    boundary = torch.tensor([[0.0, 0.0], [0.1414, 0.1415]])  # variances 0.009997 and 0.01001
+    assert active_units(boundary).tolist() == [False, True]
 
 
 def test_perplexity_counts_predicted_tokens_or_the_begin_too():

@@ -71,7 +71,7 @@ def checkpoint(root, corpus):
     engine = StubEngine()
     engine.train(5)
     path = save_checkpoint(
-        root / "run/checkpoints", 5, engine, TrainerState.beginning(config).to_json(), ParallelContext.alone()
+        root / "run/checkpoints", 5, engine, TrainerState.at_step_0(config).to_json(), ParallelContext.alone()
     )
 
     def read():

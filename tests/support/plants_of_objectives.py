@@ -7,7 +7,7 @@ from support.plants_of_variants import VARIANTS
 
 MENTIONS = "tests/data/build/test_mentions.py"
 SHIFTED = "tests/data/objectives/test_decoder_inputs.py::test_a_decoder_reads_its_labels_shifted_right"
-PAIRS = "tests/data/build/test_pairs.py"
+PAIRS = "tests/data/build/test_labelled_pairs.py"
 WORDS = "tests/data/objectives/test_whole_words.py::test_words_begin_where_the_text_has_them"
 TEXT_PAIRS = "tests/data/pairs/test_text_pair_batches.py"
 PAIR_CORPORA = "tests/data/loader/test_pair_corpora.py"
@@ -132,7 +132,7 @@ OBJECTIVES = (
     *VARIANTS,
     Plant(
         "the label of a pair on the one before it",
-        "data_utils/build/pairs.py",
+        "data_utils/build/labelled_pairs.py",
         "labels[ends - lengths[:, 1]] = [pair.label for pair in pairs]",
         "labels[ends - lengths[:, 1]] = np.roll([pair.label for pair in pairs], -1)",
         (f"{PAIRS}::test_texts_become_pairs_in_the_split_of_their_text",),

@@ -47,8 +47,8 @@ VARIANTS = (
     Plant(
         "the sentence that a window cuts left out",
         "data_utils/objectives/input_formats.py",
-        "length = _copy(out, length, text, stop, end)",
-        "length = _copy(out, length, text, end - 1, end)",
+        "        _end_chunk(out)\n        _append(out, text[stop:])",
+        "        _end_chunk(out)\n        _append(out, text[len(text) - 1 :])",
         (f"{_FORMATS}::test_every_token_comes_once_and_examples_end_with_sentences",),
     ),
     Plant(

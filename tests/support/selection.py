@@ -86,16 +86,16 @@ def run_share(session: pytest.Session) -> bool | None:
     return True
 
 
-def slow_but(usual: Iterable[Any], cases: Iterable[Any], *, of_several_names: bool = False) -> list[Any]:
-    """Parameters of which only the usual ones run without `-m slow`. Raises AssertionError if one is not a case.
+def slow_but(quick: Iterable[Any], cases: Iterable[Any], *, of_several_names: bool = False) -> list[Any]:
+    """Parameters of which only the quick ones run without `-m slow`. Raises AssertionError if one is not a case.
 
     Args: of_several_names: a case is a tuple of their values.
     """
-    usual, cases = list(usual), list(cases)
-    assert all(case in cases for case in usual)
+    quick, cases = list(quick), list(cases)
+    assert all(case in cases for case in quick)
     return [
         case
-        if case in usual
+        if case in quick
         else pytest.param(*(case if of_several_names else [case]), marks=pytest.mark.slow)
         for case in cases
     ]

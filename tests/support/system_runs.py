@@ -33,7 +33,7 @@ from megatron_lite.hf.published.verify_inputs import our_output, texts_to_batch
 from megatron_lite.inference.decoders import make_decoder
 from megatron_lite.inference.filling import BlankFiller, blank_context
 from megatron_lite.inference.open_run import Run, load_run
-from megatron_lite.train.resume import keep_task_rows
+from megatron_lite.train.start import keep_task_rows
 from megatron_lite.transformer.flops import parameter_shapes
 from support.tokenizer_files import BERT_SPECIALS, bert_vocab, byte_bpe_json, roberta_vocab, write_gpt2
 

@@ -7,7 +7,7 @@ import pytest
 from support.labelled_files import task
 
 from data_utils.tasks.readers.by_name import task_labels
-from data_utils.tasks.readers.pairs import sentences_on_lines
+from data_utils.tasks.readers.source_target import sentences_on_lines
 
 SQUAD = task("squad", "squad", "spans")
 CONTEXT = "Caf\u00e9 \U0001f600 opened in Rome."

@@ -58,7 +58,7 @@ def state_of(corpora, weights):
     ]
     fingerprint = SampleLoader(Mixture(parts, derive_seed(7, "train")), None).fingerprint()
     return replace(
-        TrainerState.beginning(to_tree(config)),
+        TrainerState.at_step_0(to_tree(config)),
         step=5,
         consumed_samples=config.phase_plan.consumed(5),
         data=json.loads(json.dumps(fingerprint)),
@@ -77,7 +77,7 @@ def test_what_leaves_the_samples_as_they_are_is_no_change(corpora, tmp_path):
         (corpora, [*before, ("c", 0.0)]),
     ):
         assert not differences(config_of(names, weights), state_of(corpora, before))
-    imported = TrainerState.beginning(to_tree(config_of(corpora, before)))
+    imported = TrainerState.at_step_0(to_tree(config_of(corpora, before)))
     assert not differences(config_of(corpora, [("a", 0.5)]), imported)
 
 

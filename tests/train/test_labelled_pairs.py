@@ -11,7 +11,7 @@ from support.commands import assert_refused, forked
 from support.distributed import run_ranks
 from support.hf_runs import tree as hf_tree
 from support.hf_runs import write_run, write_vocabulary
-from support.pairs import write_pairs
+from support.labelled_pairs import write_pairs
 from support.recipes import SPECIAL
 from support.training import fit, records
 from support.whole_weights import load_weights

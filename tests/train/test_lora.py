@@ -24,7 +24,7 @@ from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.train.resume import check_beginning
+from megatron_lite.train.start import check_start
 from megatron_lite.transformer.flops import trained_count
 from megatron_lite.transformer.init import initialize_parameters
 from megatron_lite.transformer.transformer import Transformer
@@ -114,7 +114,7 @@ def test_updates_of_random_weights_are_refused(corpus, tmp_path):
 
 
 def look(config):
-    check_beginning(config.with_vocab_size(load_tokenizer(config.tokenizer).vocab_size))
+    check_start(config.with_vocab_size(load_tokenizer(config.tokenizer).vocab_size))
 
 
 def test_a_task_head_counts_as_trained():

@@ -48,7 +48,7 @@ def test_flops_of_options_are_counted_from_shapes():
     blocks, places = (
         3 * 12 * 64,
         (2 * 8 + 200) * 8 + 8 * 8,
-    )  # SpanBERT: from the borders and a place of width 200
+    )  # SpanBERT: from the boundaries and a place of width 200
     assert step_flops(bert, 5, 3, 0) == 6 * (5 * blocks + 3 * (8 * 8 + 8 * 10))
     assert step_flops(spans, 5, 3, 0) == 6 * (5 * blocks + 3 * (8 * 8 + places + 2 * 8 * 10))
 

@@ -34,7 +34,7 @@ from megatron_lite.optim.sharded import ShardedOptimizer
 from megatron_lite.parallel.collectives import SINGLE
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.callbacks.gradient_norms import GradientNorms
-from megatron_lite.train.continuation import require_same_optimizer
+from megatron_lite.train.resume import require_same_optimizer
 from megatron_lite.transformer.loss import sum_losses
 from megatron_lite.transformer.tensor_parallel import Partition
 

@@ -19,7 +19,7 @@ from megatron_lite.config.tree import Config
 from megatron_lite.engine.plain import PlainEngine, make_engine
 from megatron_lite.hf.common.imported_run import write_training_checkpoint
 from megatron_lite.hf.common.weights import Weights
-from megatron_lite.train.resume import check_beginning, load_beginning
+from megatron_lite.train.start import check_start, load_start
 from megatron_lite.train.trainer import Trainer
 from megatron_lite.transformer.flops import parameter_shapes
 
@@ -159,7 +159,7 @@ def test_stacks_begin_with_the_weights_of_runs(tmp_path):
     decoder = plain_run(tmp_path / "decoder", "decoder", "causal")
     begins = {"encoder_from": str(encoder), "decoder_from": str(decoder)}
     config = config_of(tmp_path / "run", optimus=begins, optimizer={"lr": 1e-30, "weight_decay": 0.0})
-    check_beginning(config)
+    check_start(config)
     run_ranks(train, 2, config)
     found = whole(tmp_path / "run")
     for prefix, run in (("encoder.", encoder), ("decoder.", decoder)):
@@ -188,7 +188,7 @@ def test_stacks_begin_with_the_weights_of_runs(tmp_path):
 def test_a_stack_does_not_begin_with_another_type_of_run(tmp_path, key, stack, objective, message):
     other = plain_run(tmp_path / "other", stack, objective)
     with pytest.raises(CheckpointError, match=message):
-        check_beginning(config_of(tmp_path / "run", optimus={key: str(other)}))
+        check_start(config_of(tmp_path / "run", optimus={key: str(other)}))
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_a_stack_does_not_begin_with_another_type_of_run(tmp_path, key, stack, o
 def test_a_run_does_not_go_on_with_another_latent_vector(one, change):
     ((key, value),) = change.items()
     with pytest.raises(CheckpointError, match=rf"other settings: .*optimus\.{key}: \S+ -> {value}"):
-        check_beginning(config_of(one, optimus=change))
+        check_start(config_of(one, optimus=change))
 
 
 def test_the_encoder_alone_can_be_trained_on(one, tmp_path):
@@ -212,7 +212,7 @@ def test_the_encoder_alone_can_be_trained_on(one, tmp_path):
         "checkpoint": {"initialize_from": str(one)},
     }
     alone = build(Config, tree)
-    check_beginning(alone)
+    check_start(alone)
     (weights,) = run_ranks(begin, 1, alone)
     for name, weight in whole(one).items():
         if name.startswith("encoder."):
@@ -221,5 +221,5 @@ def test_the_encoder_alone_can_be_trained_on(one, tmp_path):
 
 def begin(context, config: Config) -> dict[str, torch.Tensor]:
     engine = PlainEngine(config, context, len(LOSS_NAMES))
-    load_beginning(config, engine, context, [], {})
+    load_start(config, engine, context, [], {})
     return {name: p.detach().clone() for name, p in engine.named_parameters.items()}

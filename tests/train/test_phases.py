@@ -59,9 +59,9 @@ def read(context, tree):
     batch = loader.batch
     loader.batch = lambda indices: samples.append(indices.tolist()) or batch(indices)
     trainer.fit()
-    borders = [mixture.start.first_sample for mixture in loader.mixtures[1:]]
+    boundaries = [mixture.start.first_sample for mixture in loader.mixtures[1:]]
     every = np.sort(np.concatenate(samples))
-    parts = zip(loader.mixtures, np.split(every, np.searchsorted(every, borders)), strict=True)
+    parts = zip(loader.mixtures, np.split(every, np.searchsorted(every, boundaries)), strict=True)
     return samples, [mixture.locate(part) for mixture, part in parts]
 
 
@@ -217,7 +217,7 @@ def test_later_phases_may_change_and_earlier_ones_may_not(phased, tmp_path):
 
 
 def test_a_batch_of_a_past_phase_that_is_accepted_continues_by_the_new_plan(phased, tmp_path):
-    """With the samples that were consumed a batch would span the border of two phases."""
+    """With the samples that were consumed a batch would span the boundary of two phases."""
     run_ranks(fit, 1, merge(phased, {"training": {"stop_after_step": 3}}))
     first, *others = PHASES
     accepted = {"checkpoint": {"accept_changed_data": True}}

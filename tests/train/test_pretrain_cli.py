@@ -185,7 +185,7 @@ def test_a_finished_run_says_that_there_is_nothing_to_do(name, settings, tmp_pat
     config = build(Config, reduce(merge, map(parse_override, overrides), settings))
     newest = None
     if saved is not None:
-        state = TrainerState.beginning(to_tree(config))
+        state = TrainerState.at_step_0(to_tree(config))
         newest = Checkpoint(tmp_path, saved, {}, (), {}, {}, state.to_json(), None)
     (tmp_path / "run").mkdir()
     if validated:

@@ -20,7 +20,7 @@ from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.checkpoint.manifest import checkpoint_name, list_checkpoints
 from megatron_lite.config.tree import Config
 from megatron_lite.telemetry.records import read_metrics
-from megatron_lite.train.resume import check_beginning
+from megatron_lite.train.start import check_start
 
 # Before the start
 
@@ -40,7 +40,7 @@ def begin(corpus, directory, **checkpoint):
     sections = {name: checkpoint.pop(name) for name in names if name in checkpoint}
     tree = merge(small_run(corpus, directory), {"checkpoint": checkpoint, **sections})
     config = build(Config, tree)
-    check_beginning(config.with_vocab_size(load_tokenizer(config.tokenizer).vocab_size))
+    check_start(config.with_vocab_size(load_tokenizer(config.tokenizer).vocab_size))
 
 
 def test_what_a_run_can_begin_with_is_let_pass(corpus, trained, tmp_path):
@@ -99,7 +99,7 @@ def test_a_branch_changes_rate_and_objective_but_not_the_samples_used(corpus, tr
     """`optimizer.lr` and an objective's section are for phases in the run itself."""
     branch = {"initialize_from": str(trained), "initialize": "all"}
     changes = {"optimizer": {"lr": 1e-4}, "blank_infilling": {"token_prob": 0.9, "sentence_prob": 0.0}}
-    with pytest.raises(CheckpointError, match="token_prob: 0.5 -> 0.9; .*optimizer.lr.* in a phase"):
+    with pytest.raises(CheckpointError, match=r"token_prob: 0.5 -> 0.9; .*optimizer.lr.* in a phase"):
         begin(corpus, trained, **changes)
     begin(corpus, tmp_path, **branch, **changes)
     with pytest.raises(CheckpointError, match="samples used or skipped by step 2: 16 -> 8"):

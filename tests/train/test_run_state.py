@@ -235,7 +235,7 @@ def test_a_start_does_what_the_table_says(prepared, corpus):
     first = case.continues_from + 1
     written = (run / "metrics.jsonl").read_text()
     assert list(records(run))[-(5 - first) :] == list(range(first, 5)), written
-    assert len(list(run.glob("metrics_before_*"))) == (had_records and expected is Start.AT_BEGINNING)
+    assert len(list(run.glob("metrics_before_*"))) == (had_records and expected is Start.AT_STEP_0)
     assert (expected is Start.FALLS_BACK) == (case.says != "" and case.says in log)
     assert read_run_state(run).condition == (case.condition if case.make is renamed else Condition.SAVED)
 

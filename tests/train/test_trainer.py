@@ -21,12 +21,12 @@ from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.checkpoint.write import rewind
 from megatron_lite.config.tree import load_config
 from megatron_lite.engine.engine import memory_advice
-from megatron_lite.train.continuation import config_changes
+from megatron_lite.train.resume import config_changes
 
 
 def warnings_of_fit(context, tree):
     said = []
-    log = logging.getLogger("megatron_lite.train.continuation")
+    log = logging.getLogger("megatron_lite.train.resume")
     log.handle = lambda record: said.append(record.getMessage())
     fit(context, tree)
     return said

@@ -21,11 +21,12 @@ from support.attention import (
 from support.kernels import interpreted_kernels
 from support.recipes import RECIPES
 
-from megatron_lite.transformer.attention_backends import cpu_kernels, cpu_plan
+from megatron_lite.transformer.attention_backends import cpu_groups, cpu_kernels, cpu_plan
 from megatron_lite.transformer.attention_backends import layout as attention_layout
 from megatron_lite.transformer.attention_backends.blocks import BlockPlan
+from megatron_lite.transformer.attention_backends.cpu_groups import LongGroup, PaddedGroups
 from megatron_lite.transformer.attention_backends.cpu_kernels import CPU_KERNELS, choose_cpu_kernel
-from megatron_lite.transformer.attention_backends.cpu_plan import CpuPlan, LongGroup, PaddedGroups
+from megatron_lite.transformer.attention_backends.cpu_plan import CpuPlan
 from megatron_lite.transformer.attention_backends.dense import DensePlan
 from megatron_lite.transformer.attention_backends.layout import make_layout
 from megatron_lite.transformer.attention_backends.plan import plan_attention
@@ -282,7 +283,7 @@ def test_plans_take_each_kernel_for_long_documents(name, monkeypatch):
     taken = []
     monkeypatch.setattr(cpu_plan, "SHORT_PRODUCTS", 0)
     monkeypatch.setattr(cpu_kernels, "widens", lambda x: False)
-    monkeypatch.setattr(cpu_plan, "choose_cpu_kernel", lambda *args, **options: taken.append(name) or name)
+    monkeypatch.setattr(cpu_groups, "choose_cpu_kernel", lambda *args, **options: taken.append(name) or name)
     arrays = recipe_arrays(RECIPES["t5"], 600, 1, 5)
     assert_equals_reference(arrays, plan_attention(make_layout(*arrays), CPU), tolerance=1e-7)
     *qkv, _ = draw((*arrays[0].shape, 2, 8), torch.bfloat16)
@@ -304,8 +305,8 @@ def test_groups_of_short_documents_equal_launches_for_each(recipe, monkeypatch):
         plan = plan_attention(make_layout(*arrays), CPU, multiple=arrays[0].size)
         out = plan.attend(0, [qkv], None)
         results.append((out, *torch.autograd.grad(out, qkv, grad)))
-        works = {type(work) for work in plan.works(16)}
-        assert works == {PaddedGroups if products else LongGroup}
+        launches = {type(launch) for launch in plan.launches_of(16)}
+        assert launches == {PaddedGroups if products else LongGroup}
     for mine, theirs in zip(*results, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
 
@@ -325,10 +326,10 @@ def test_equal_documents_share_a_launch_without_a_mask():
         doc = np.zeros((5, 70), np.int32)
         order = np.tile(np.arange(70, dtype=np.int32), (5, 1)) if is_causal else np.zeros((5, 70), np.int32)
         plan = plan_attention(make_layout(doc, order, np.zeros_like(doc)), CPU)
-        (work,) = plan.works(16)
-        assert work._queries.index.shape == (5, 70), recipe
-        assert (work._mask_type == attention_layout.CAUSAL) == is_causal
-        assert work.mask(plan, torch.float64)[0] is None
+        (launch,) = plan.launches_of(16)
+        assert launch._queries.index.shape == (5, 70), recipe
+        assert (launch._mask_type == attention_layout.CAUSAL) == is_causal
+        assert launch.mask(plan._visibility, torch.float64)[0] is None
         assert_equals_reference((doc, order, np.zeros_like(doc)), plan)
 
 

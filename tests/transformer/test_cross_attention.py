@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from support.attention import CPU, dropout_of, mask_of, random_arrays, recipe_arrays
 from support.recipes import RECIPES
 
-from megatron_lite.transformer.attention_backends.cpu_plan import CpuPlan, LongGroup, PaddedGroups
+from megatron_lite.transformer.attention_backends.cpu_groups import LongGroup, PaddedGroups
+from megatron_lite.transformer.attention_backends.cpu_plan import CpuPlan
 from megatron_lite.transformer.attention_backends.cross_attention import constant_length, plan_encoder_decoder
 from megatron_lite.transformer.attention_backends.layout import make_layout
 from megatron_lite.transformer.attention_backends.varlen import VarlenPlan
@@ -139,8 +140,8 @@ def test_calls_on_cpu_equal_the_rule(name, products, monkeypatch):
         assert isinstance(plan.cross, CpuPlan)
         expected = assert_equals_the_rule(arrays, plan)
         assert all(out.any() for out in expected)
-        works = {type(work) for work in plan.cross.works(HEADS * SIZE)}
-        assert works == {PaddedGroups if products is None else LongGroup}
+        launches = {type(launch) for launch in plan.cross.launches_of(HEADS * SIZE)}
+        assert launches == {PaddedGroups if products is None else LongGroup}
 
 
 @EACH

@@ -47,8 +47,8 @@ from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.readers import conll, glue, superglue
 from data_utils.tasks.readers.files import BadLine, Intake, TaskRecords, label_name, plain_name
 from data_utils.tasks.readers.json_lines import read_json_lines
-from data_utils.tasks.readers.pairs import read_pairs
 from data_utils.tasks.readers.questions import read_squad
+from data_utils.tasks.readers.source_target import read_pairs
 from data_utils.tasks.readers.synthetic import labels_of_synthetic, read_synthetic
 from data_utils.tasks.readers.texts import read_texts
 

@@ -144,12 +144,12 @@ class Intake:
         """All samples. Raises DataError if there are none, or if only some have an index."""
         records = self.records
         if not records:
-            left_out = (
+            skipped = (
                 f"; {records.skipped} lines were skipped; the first: {self._first_problem}"
                 if records.skipped
                 else ""
             )
-            raise DataError(f"{self.path} has no sample{left_out}; check the file and task.reader.")
+            raise DataError(f"{self.path} has no sample{skipped}; check the file and task.reader.")
         # Predictions are matched by index: numbers of our own among the file's could coincide with them.
         if self._seen and len(self._seen) != len(records):
             without = next(record for record in records if self._seen.get(record.index) != record.location)

@@ -188,13 +188,13 @@ class Continuations:
         """Token ids of a context and of its continuation.
 
         Both are tokenized together and cut where the context ends: in training a text is one. The two are tokenized
-        apart where a token would reach over the border.
+        apart where a token would reach over the boundary.
         """
         if self.format_name in _SEPARATE:
             return list(self._encode(context)), self.inputs.tokenizer.encode(continuation.strip())
         stripped = context.rstrip()  # a space belongs to the word after it
         following = context[len(stripped) :] + continuation
-        # lm_eval keeps the cut even where a token reaches over the border, and may then score nothing.
+        # lm_eval keeps the cut even where a token reaches over the boundary, and may then score nothing.
         context_ids = list(self._encode(stripped))
         ids = self.inputs.tokenizer.encode(stripped + following)
         if len(ids) > len(context_ids) and ids[: len(context_ids)] == context_ids:

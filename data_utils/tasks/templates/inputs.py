@@ -19,7 +19,7 @@ from data_utils.tokenizers.word_marks import is_chinese
 
 # Which of the masks that a run has learnt a kind of task takes, the best first.
 _MASKS = {"seq2seq": ("smask", "gmask", "mask")}
-_USUAL_MASKS = ("mask", "smask", "gmask")
+_DEFAULT_MASKS = ("mask", "smask", "gmask")
 
 
 class TaskType(Protocol):
@@ -74,7 +74,7 @@ class Inputs:
         """The blank's token, and the number of the loss that goes with it in pretraining."""
         if self.input_format.name != "glm":
             return self.special.mask, self.input_format.loss()
-        preferred = _MASKS.get(self.config.kind, _USUAL_MASKS)
+        preferred = _MASKS.get(self.config.kind, _DEFAULT_MASKS)
         name = self.config.mask
         if name == "auto":
             name = next((mask for mask in preferred if mask in self.input_format.masks), preferred[0])

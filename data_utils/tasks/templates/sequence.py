@@ -194,16 +194,16 @@ class Seq2Seq:
 
     def _context(self, record: TaskRecord) -> tuple[list[int], int, int]:
         """Tokens before the target, the position of the blank (GLM's format), and the number of tokens cut."""
-        inputs, input_format, left_out = self.inputs, self.inputs.input_format, 0
+        inputs, input_format, cut_before = self.inputs, self.inputs.input_format, 0
         if self.task == "squadquestions":
-            record, left_out = self._near_answer(record)
+            record, cut_before = self._near_answer(record)
         texts_before, texts_after = rendered(self.slots, record, inputs.config)
         before, after = inputs.encode(texts_before), inputs.encode(texts_after or [], at_start=False)
         if not joined_ids([*before, *after]):
             raise DataError(f"{record.location}: the source has no token; correct or remove the sample.")
         max_tokens = inputs.config.sequence_length - overhead(input_format)
         segments, cut = inputs.cut([*before, *after], max_tokens, record, at_start=self.cuts_start)
-        cut += left_out
+        cut += cut_before
         tokens, blank = joined_ids(segments), len(joined_ids(segments[: len(before)]))
         if input_format.name == "glm":
             mask, _ = inputs.mask()

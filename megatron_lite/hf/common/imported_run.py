@@ -120,7 +120,7 @@ def write_training_checkpoint(path: Path, weights: Weights, config: Config) -> N
             slices.append({"file": name, "key": key, "name": parameter, "kind": kind, "box": box})
             shapes[key] = (rows, columns)
     described = write_tensors(path / name, shapes, _with_moments(weights), metadata=METADATA)
-    state = TrainerState.beginning(to_tree(config)).to_json()
+    state = TrainerState.at_step_0(to_tree(config)).to_json()
     manifest = {
         **manifest_header(0, {"adam_step": 0.0, "loss_scaler": {}}, state),
         "shapes": {parameter: list(shape) for parameter, shape in weights.shapes.items()},

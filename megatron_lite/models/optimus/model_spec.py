@@ -61,12 +61,12 @@ class OptimusSpec(ModelSpec):
         seed = derive_seed(config.training.seed, f"{purpose} noise")
         return LatentSamples(loader, latent.latent_size, latent.memory, seed)
 
-    def check_beginning(self, config: Config) -> None:
+    def check_start(self, config: Config) -> None:
         from megatron_lite.models.optimus import pretrained_stacks
 
         pretrained_stacks.check(config)
 
-    def begin(self, config: Config, engine: Any, context: Any) -> None:
+    def load_start(self, config: Config, engine: Any, context: Any) -> None:
         from megatron_lite.models.optimus import pretrained_stacks
 
         pretrained_stacks.load(config, engine, context)

@@ -19,7 +19,7 @@ from data_utils.tokenizers.vocabulary import vocabulary_of
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.inference.cache import CachedPlan, id_fields, run_cached_stack
-from megatron_lite.inference.open_run import OpenRun, open_run, usual_device, with_weights
+from megatron_lite.inference.open_run import OpenRun, default_device, open_run, with_weights
 from megatron_lite.inference.search import Search
 from megatron_lite.models.optimus.batch import LatentBatch
 from megatron_lite.models.optimus.config import decoder_of, latent_of
@@ -174,7 +174,7 @@ def open_latent(
 
     Raises: CheckpointError, DataError as for `open_run`; ConfigError for a run of another objective.
     """
-    return latent_run(open_run(path, tokenizer_path, decoder_tokenizer_path), device or usual_device())
+    return latent_run(open_run(path, tokenizer_path, decoder_tokenizer_path), device or default_device())
 
 
 def longest_sentence(config: Config) -> int:

@@ -25,7 +25,7 @@ from data_utils.objectives.contrastive import FORMS, ContrastiveConfig
 from megatron_lite.config.embedding import EmbeddingConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.transformer.batch import Batch, ExtraInputs
-from megatron_lite.transformer.pairs import PairInputs, PairRecords
+from megatron_lite.transformer.pair_records import PairInputs, PairRecords
 from megatron_lite.transformer.pooling import TextBatch
 
 
@@ -65,7 +65,7 @@ class PairBatch(TextBatch):
         super().__init__(fields, samples, pooling=pooling)
         self.numbers, self.records = numbers, records
         self.prompt_tokens, self.is_one_loss = prompt_tokens, is_one_loss
-        self.left_out = self.skipped_tokens[self.texts % records.texts.shape[1]]
+        self.skipped = self.skipped_tokens[self.texts % records.texts.shape[1]]
 
     @property
     def loss_divisor(self) -> float:
@@ -150,9 +150,9 @@ class PairSamples:
         numbers = indices - records.first_sample
         assert numbers.min() >= 0 and numbers.max() < len(records.texts), "samples of two global batches"
         numbers = np.where(records.is_counted[numbers], numbers, -1)
-        left_out = numbers < 0
-        fields[left_out] = 0
-        fields[left_out, DOC] = PADDING_DOC
+        skipped = numbers < 0
+        fields[skipped] = 0
+        fields[skipped, DOC] = PADDING_DOC
         query, document = (
             0 if self._includes_prompt or not tokens else tokens + self._num_before
             for tokens in index.prompt_tokens

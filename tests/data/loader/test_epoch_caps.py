@@ -10,8 +10,8 @@ from data_utils.common.errors import ConfigError
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.writer import IndexedDatasetWriter
 from data_utils.loader.config import CorpusConfig, DataConfig, PhaseSamples
+from data_utils.loader.corpus_report import corpus_report
 from data_utils.loader.epoch_caps import share_out
-from data_utils.loader.extent import extent
 from data_utils.loader.loader import phase_mixtures
 from data_utils.loader.sampler import WindowIndex
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD
@@ -142,7 +142,7 @@ def test_no_sample_is_beyond_a_cap_and_what_is_printed_is_what_is_drawn():
             continue
         counts, epochs = counted(mixtures, phases)
         uncapped = counted(phase_mixtures(indexes, seed, phases_of(plan, [None] * len(caps))), phases)[1]
-        lines = list(extent(mixtures, phases[-1].stop_sample, 10))
+        lines = list(corpus_report(mixtures, phases[-1].stop_sample, 10))
         for index, count, read, cap, without in zip(indexes, counts, epochs, caps, uncapped, strict=True):
             shown = next(line for line in lines if line.startswith(f"{index.prefix}: "))
             assert f"; {count:,} samples (" in shown
@@ -189,7 +189,9 @@ def test_a_corpus_of_which_nothing_is_left_is_not_read_and_that_is_said():
         [Corpus(9000), Corpus(3)], 4, phases_of([(20, (1, 0)), (60_000, (1, 1))], (None, 2))
     )
     assert [mixture.quotas.tolist() for mixture in mixtures] == [[4096, 0]] * 2
-    assert any(line.startswith("warning: corpus of 3 is not read") for line in extent(mixtures, 60_020, 8))
+    assert any(
+        line.startswith("warning: corpus of 3 is not read") for line in corpus_report(mixtures, 60_020, 8)
+    )
 
 
 @pytest.mark.filterwarnings("error")

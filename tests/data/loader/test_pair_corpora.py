@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from support.corpora import build as write_dataset
-from support.pairs import write_pairs
+from support.labelled_pairs import write_pairs
 from support.project import small_run
 
 from data_utils.common.batch_fields import Example

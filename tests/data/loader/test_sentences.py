@@ -20,10 +20,10 @@ from data_utils.dataset.unmapped import FileTokens
 from data_utils.dataset.writer import IndexedDatasetWriter
 from data_utils.loader import sentences
 from data_utils.loader.config import CorpusConfig, DataConfig, PhaseSamples
-from data_utils.loader.extent import extent
-from data_utils.loader.extent_ahead import mixtures_ahead
+from data_utils.loader.corpus_report import corpus_report
 from data_utils.loader.loader import open_datasets
 from data_utils.loader.mixture import Mixture
+from data_utils.loader.mixtures_ahead import mixtures_ahead
 from data_utils.loader.sentences import SentenceIndex
 from data_utils.objectives import ObjectiveChoice
 from data_utils.objectives.optimus import OptimusConfig
@@ -188,7 +188,7 @@ def test_tokens_read_match_the_sentences_and_long_documents_are_warned_of(tmp_pa
     )
     sentences = 4
     assert index.num_tokens == read + sentences  # their ends
-    whole, _, *warnings = extent([Mixture([(index, 1.0)], seed=7)], 10 * index.num_windows, 1)
+    whole, _, *warnings = corpus_report([Mixture([(index, 1.0)], seed=7)], 10 * index.num_windows, 1)
     assert whole.startswith(f"training reads {10 * index.num_tokens} tokens ")
     assert warnings[0].startswith(f"warning: 3 of 8 documents of {tmp_path / 'd'} are longer")
     assert "scripts/split_sentences.py" in warnings[0]

@@ -157,7 +157,7 @@ def test_whole_words_masks_words_and_counts_them():
     for example in many(objective(whole_words=True), text, 2000):
         assert (rebuilt(example) == text).all()
         spans = np.searchsorted(begins, masked_positions(example))
-        assert (begins[spans] == masked_positions(example)).all()  # borders of words
+        assert (begins[spans] == masked_positions(example)).all()  # boundaries of words
         assert (spans[1:, 0] > spans[:-1, 1]).all()  # a word stays between two blanks
         words = spans[:, 1] - spans[:, 0]
         assert words.sum() - words.max() < int(0.15 * 81) <= words.sum()

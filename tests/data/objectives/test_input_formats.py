@@ -90,18 +90,18 @@ def test_every_token_comes_once_and_examples_end_with_sentences(name, length):
         examples = texts_of(row)
         assert [t for tokens in examples for t in tokens if t not in (CLS, SEP)] == text
         assert (row[DOC] >= 0).sum() == sum(map(len, examples)) <= made.row_length
-        borders = np.cumsum([0, *map(len, chunks)]).tolist()
+        boundaries = np.cumsum([0, *map(len, chunks)]).tolist()
         at = 0
         for tokens in examples:
             assert tokens[0] == CLS and tokens[-1] == SEP and tokens.count(CLS) == 1
             begin, at = at, at + sum(token not in (CLS, SEP) for token in tokens)
-            inside = [border for border in borders if begin < border < at]
+            inside = [boundary for boundary in boundaries if begin < boundary < at]
             if name == "full":
                 assert tokens.count(SEP) == 1 + len(inside)
-                assert at == len(text) or is_sentence_end(text, at) or at in borders
+                assert at == len(text) or is_sentence_end(text, at) or at in boundaries
             else:
                 assert not inside
-                assert at in borders or is_sentence_end(text, at)
+                assert at in boundaries or is_sentence_end(text, at)
             if name == "sentences":
                 parts = " ".join(map(str, tokens[1:-1])).split(f" {SEP} ")
                 assert tokens.count(SEP) == len(parts) <= 2

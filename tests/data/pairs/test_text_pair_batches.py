@@ -155,7 +155,7 @@ def test_ranks_and_resumption_see_the_same_batches(corpus, prefixes, objectives)
 
 def test_records_with_a_text_of_an_earlier_one_are_left_out(corpus, prefixes, records):
     samples = samples_of(tree_of(corpus, prefixes))
-    left_out = 0
+    skipped = 0
     for step in range(12):
         indices = np.arange(step * SIZE, (step + 1) * SIZE)
         corpora, _, windows = samples._loader.mixture.locate(indices)
@@ -169,8 +169,8 @@ def test_records_with_a_text_of_an_earlier_one_are_left_out(corpus, prefixes, re
         assert [bool((row[DOC] >= 0).any()) for row in batch.fields] == expected
         assert batch.loss_divisor == sum(expected)
         assert batch.loss_divisors(64)[CONTRASTIVE.number] == sum(expected)
-        left_out += SIZE - sum(expected)
-    assert left_out > 10
+        skipped += SIZE - sum(expected)
+    assert skipped > 10
     everything = samples_of(tree_of(corpus, prefixes, contrastive={"loss": "cosent"})).batch(np.arange(SIZE))
     assert everything.records.is_counted.all() and everything.records.texts.shape == (SIZE, 2)
 
@@ -240,7 +240,7 @@ def test_a_batch_says_where_its_texts_are(corpus, prefixes):
                 assert flat[mine].tolist() == tokens.get(number, [])
                 assert (number in tokens) == (sequence * texts + number in each.texts)
         # CLS and the prompt
-        assert each.left_out.tolist() == [2 if text % texts else 3 for text in each.texts]
+        assert each.skipped.tolist() == [2 if text % texts else 3 for text in each.texts]
     assert padded.numbers[SIZE:].tolist() == [-1] * 3 and padded.loss_divisor == batch.loss_divisor
     assert padded.records is batch.records
 

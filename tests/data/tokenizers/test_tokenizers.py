@@ -49,8 +49,8 @@ def test_places_of_tokens_in_the_text(loaded, text):
             "sentencepiece",
         ):  # nothing is left out, except spaces and control characters
             covered = {i for start, end in places for i in range(start, end)}
-            left_out = [text[i] for i in set(range(len(text))) - covered]
-            assert all(one.isspace() or unicodedata.category(one)[0] == "C" for one in left_out)
+            dropped = [text[i] for i in set(range(len(text))) - covered]
+            assert all(one.isspace() or unicodedata.category(one)[0] == "C" for one in dropped)
 
 
 def test_places_show_the_words_of_tokens(loaded):

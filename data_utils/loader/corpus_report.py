@@ -13,11 +13,11 @@ from data_utils.loader.mixture import BLOCK_SIZE, Index, Mixture, epoch_tokens
 # Muennighoff et al. (arXiv:2305.16264): up to 4 epochs change the loss negligibly against new text; with more, what
 # they add falls towards nothing.
 USEFUL_EPOCHS = 4
-MOST_LEFT_OUT = 0.1  # of a corpus's documents, before that is warned of
+MOST_SKIPPED = 0.1  # of a corpus's documents, before that is warned of
 _SHOWN = 8  # corpora
 
 
-def extent(mixtures: Sequence[Mixture], samples: int, batch_size: int) -> Iterator[str]:
+def corpus_report(mixtures: Sequence[Mixture], samples: int, batch_size: int) -> Iterator[str]:
     """The amount of text that a run of `samples` samples reads, a line; of its corpora and phases; then warnings.
 
     Args: mixtures: of the phases.
@@ -53,7 +53,7 @@ def extent(mixtures: Sequence[Mixture], samples: int, batch_size: int) -> Iterat
         total = sum(epochs * tokens for _, epochs, tokens in read)
         yield f"phase {number} reads {total:,.0f} tokens: {', '.join(listed)}"
         before = after
-    yield from _left_out(indexes)
+    yield from _skipped_documents(indexes)
     for count, (name, tokens, epochs, windows) in zip(of_corpora, corpora, strict=True):
         if not count:
             yield (
@@ -74,11 +74,11 @@ def extent(mixtures: Sequence[Mixture], samples: int, batch_size: int) -> Iterat
             )
 
 
-def _left_out(indexes: Sequence[Index]) -> Iterator[str]:
+def _skipped_documents(indexes: Sequence[Index]) -> Iterator[str]:
     """Warnings of corpora whose documents are mostly longer than a sentence may be."""
     for index in indexes:
         too_long = getattr(index, "too_long", 0)
-        if too_long > MOST_LEFT_OUT * len(index.dataset):
+        if too_long > MOST_SKIPPED * len(index.dataset):
             yield (
                 f"warning: {too_long:,} of {len(index.dataset):,} documents of {index.dataset.prefix} are longer "
                 "than data.sequence_length and are skipped, because each document must be one sentence. Split the "

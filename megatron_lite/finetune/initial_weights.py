@@ -24,7 +24,7 @@ _INITIAL = "initial weights"
 
 
 @dataclass(frozen=True)
-class Beginning:
+class InitialWeights:
     """Where weights are, and what tells them from others."""
 
     path: Path | None
@@ -34,13 +34,13 @@ class Beginning:
         return str(self.path or _INITIAL)
 
 
-def beginning_of(start: Path | None) -> Beginning:
+def initial_weights_of(start: Path | None) -> InitialWeights:
     """Of a run, a checkpoint or an export.
 
     A checkpoint is known by its checksums, wherever it lies; an export, which has none, by its files' sizes and times.
     """
     if start is None:
-        return Beginning(None, _INITIAL)
+        return InitialWeights(None, _INITIAL)
     facts: list[tuple[str, Any]]
     if is_export(start):
         stats = [(file.name, file.stat()) for file in start.iterdir() if file.is_file()]
@@ -49,27 +49,27 @@ def beginning_of(start: Path | None) -> Beginning:
         checkpoint = find_manifest(start)
         path, facts = checkpoint.path, list(checkpoint.files.items())
     content = json.dumps(sorted(facts, key=lambda fact: fact[0]), sort_keys=True)
-    return Beginning(path, hashlib.sha256(content.encode()).hexdigest())
+    return InitialWeights(path, hashlib.sha256(content.encode()).hexdigest())
 
 
-def check_beginning_weights(output: Path, beginning: Beginning) -> None:
+def check_initial_weights(output: Path, initial: InitialWeights) -> None:
     """Raise ConfigError if the directory has seeds, or an import, that began with other weights."""
     note = output / NOTE
     if not _has_begun(output):
         return
     before = load_json(note, "the note of the weights")
-    if before.get("identity") != beginning.identity:
+    if before.get("identity") != initial.identity:
         raise ConfigError(
-            f"{output} began with other weights ({before.get('path') or _INITIAL}, now {beginning}); give the former "
+            f"{output} began with other weights ({before.get('path') or _INITIAL}, now {initial}); give the former "
             "as --checkpoint, choose another --output, or remove it."
         )
 
 
-def note_beginning(output: Path, beginning: Beginning) -> None:
+def note_initial_weights(output: Path, initial: InitialWeights) -> None:
     """Note the weights, unless something in the directory began before. Raises DataError if it cannot be written."""
     if not _has_begun(output):
-        path = None if beginning.path is None else str(beginning.path)
-        content = json.dumps({"path": path, "identity": beginning.identity}, indent=1) + "\n"
+        path = None if initial.path is None else str(initial.path)
+        content = json.dumps({"path": path, "identity": initial.identity}, indent=1) + "\n"
         write_whole(output / NOTE, content.encode(), "--output")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from data_utils.common.seeds import derive_seed
 from data_utils.dataset.manifest import dataset_path
 from data_utils.loader.config import DataConfig, PhaseSamples
-from data_utils.loader.extent import extent
+from data_utils.loader.corpus_report import corpus_report
 from data_utils.loader.loader import CorpusOpener, phase_mixtures
 from data_utils.loader.mixture import Mixture
 from data_utils.objectives import ObjectiveChoice
@@ -34,7 +34,7 @@ def mixtures_ahead(
     return phase_mixtures(indexes, derive_seed(seed, "train"), phases, unit)
 
 
-def extent_if_here(
+def corpus_report_if_here(
     data: DataConfig,
     seed: int,
     samples: int,
@@ -43,9 +43,9 @@ def extent_if_here(
     phases: Sequence[PhaseSamples] = (),
     unit: int = 1,
 ) -> Iterator[str]:
-    """`extent` of a run; a line that says so where its corpora are elsewhere. Args: as for `mixtures_ahead`."""
+    """`corpus_report` of a run; a line that says so where its corpora are elsewhere. Args: as for `mixtures_ahead`."""
     absent = [corpus.prefix for corpus in data.train if not dataset_path(corpus.prefix, ".json").exists()]
     if absent or not data.train:
         yield f"{absent[0] if absent else 'data.train'} is not on this machine, so the number of epochs is unknown"
         return
-    yield from extent(mixtures_ahead(data, seed, objectives, phases, unit), samples, batch_size)
+    yield from corpus_report(mixtures_ahead(data, seed, objectives, phases, unit), samples, batch_size)

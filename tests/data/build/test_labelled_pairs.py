@@ -11,7 +11,7 @@ from support.corpora import texts_of
 from support.project import ROOT
 
 from data_utils.build.config import BuildConfig
-from data_utils.build.pairs import Pair, PairReader
+from data_utils.build.labelled_pairs import Pair, PairReader
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.local_copy import local_copy

@@ -14,10 +14,10 @@ from data_utils.common.seeds import derive_seed
 from data_utils.common.settings import merge
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.loader.config import CorpusConfig, DataConfig
-from data_utils.loader.extent import extent, overlap
-from data_utils.loader.extent_ahead import extent_if_here
+from data_utils.loader.corpus_report import corpus_report, overlap
 from data_utils.loader.loader import open_datasets, phase_mixtures
 from data_utils.loader.mixture import Mixture
+from data_utils.loader.mixtures_ahead import corpus_report_if_here
 from data_utils.loader.sampler import WindowIndex
 from data_utils.objectives import ObjectiveChoice
 from data_utils.objectives.blank_infilling.config import BlankInfillingConfig
@@ -45,7 +45,7 @@ def test_tokens_and_epochs_match_the_samples(corpora):
     mixed = mixture(corpora, "a", "b")
     corpus, _, windows = mixed.locate(np.arange(5000))
     tokens = sum(len(mixed.indexes[c].gather(np.array([w]))[0]) for c, w in zip(corpus, windows, strict=True))
-    line, *lines = extent([mixed], 5000, 8)
+    line, *lines = corpus_report([mixed], 5000, 8)
     a, b = np.bincount(corpus)
     assert line == f"training reads {tokens:,} tokens in 5,000 samples"
     assert lines[:2] == [
@@ -61,7 +61,7 @@ def test_tokens_and_epochs_match_the_samples(corpora):
 
 
 def test_one_window_for_a_whole_run_is_warned_of_twice(corpora):
-    *_, many, few = extent([mixture(corpora, "one")], 96_000, 8)
+    *_, many, few = corpus_report([mixture(corpora, "one")], 96_000, 8)
     assert [warning.partition(";")[0] for warning in (many, few)] == [
         f"warning: {corpora}/one is read 96,000 times",
         f"warning: {corpora}/one has 12 tokens, 1 samples, fewer than the batch size (8), "
@@ -70,9 +70,9 @@ def test_one_window_for_a_whole_run_is_warned_of_twice(corpora):
 
 
 def test_few_epochs_are_not_warned_of(corpora):
-    lines = [list(extent([mixture(corpora, "a")], samples, 8)) for samples in (300 * 4, 300 * 4 + 30)]
+    lines = [list(corpus_report([mixture(corpora, "a")], samples, 8)) for samples in (300 * 4, 300 * 4 + 30)]
     assert [sum(line.startswith("warning: ") for line in each) for each in lines] == [0, 1]
-    lines = [list(extent([mixture(corpora, "a")], 300 * 4, batch_size)) for batch_size in (300, 301)]
+    lines = [list(corpus_report([mixture(corpora, "a")], 300 * 4, batch_size)) for batch_size in (300, 301)]
     assert [sum(line.startswith("warning: ") for line in each) for each in lines] == [0, 1]
 
 
@@ -89,11 +89,11 @@ def test_a_start_tells_it_and_warns_of_validation_on_training_text(corpus, tmp_p
 
 def test_a_dry_run_tells_it_where_the_corpora_are(corpora, tmp_path):
     data = DataConfig(train=(CorpusConfig(prefix=str(corpora / "a")),), sequence_length=16)
-    line, of_corpus, warning = extent_if_here(data, 7, 24_000, 8, CHOICES)
+    line, of_corpus, warning = corpus_report_if_here(data, 7, 24_000, 8, CHOICES)
     assert line == "training reads 288,000 tokens in 24,000 samples" and of_corpus.endswith("read 80 times")
     assert warning.startswith(f"warning: {corpora}/a is read 80 times")
     for missing in ((CorpusConfig(prefix="absent"),), ()):
-        (line,) = extent_if_here(DataConfig(train=missing), 7, 24_000, 8, CHOICES)
+        (line,) = corpus_report_if_here(DataConfig(train=missing), 7, 24_000, 8, CHOICES)
         assert line.endswith("is not on this machine, so the number of epochs is unknown")
 
 
@@ -136,7 +136,7 @@ def test_each_phase_is_reported_as_it_is_dealt(corpora):
     mixtures = [first, first.following(3000, [1, 0])]
     located = [first.locate(np.arange(3000)), mixtures[1].locate(np.arange(3000, 5000))]
     counts = [np.bincount(corpus, minlength=2) for corpus, _, _ in located]
-    _, *of_corpora, first, second, _, _ = extent(mixtures, 5000, 8)
+    _, *of_corpora, first, second, _, _ = corpus_report(mixtures, 5000, 8)
     a, b = sum(counts)
     assert f"; {a:,} samples (" in of_corpora[0] and of_corpora[0].endswith(f", read {a / 300:.0f} times")
     assert f"; {b:,} samples (" in of_corpora[1] and of_corpora[1].endswith(f", read {b / 40:.0f} times")
