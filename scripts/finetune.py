@@ -31,7 +31,7 @@ from data_utils.common.errors import (
     run_command,
 )
 from data_utils.common.files import require_writable
-from data_utils.common.settings import merge
+from data_utils.common.settings import merge, to_tree
 from megatron_lite.checkpoint.resolve_path import MODEL_OR_EXPORT_PATH, check_output_directory, resolve_model
 from megatron_lite.checkpoint.verify import find_manifest
 from megatron_lite.config.attention import require_package
@@ -55,6 +55,7 @@ from megatron_lite.finetune.setup import (
 )
 from megatron_lite.parallel.launch import Launch, is_first_of_node, prepare_environment
 from megatron_lite.parallel.rendezvous import Rendezvous
+from megatron_lite.runtime.changes import recorded_config
 from megatron_lite.runtime.control import RunControl
 from megatron_lite.runtime.lease import held
 from megatron_lite.runtime.watchdog import Section, Watchdog
@@ -112,7 +113,8 @@ def main(rendezvous: Rendezvous | None = None) -> ExitStatus:
     if start is not None:
         if is_export(start):
             start = imported(start, output / IMPORTED, arguments, launch, initial)
-        pretrained = find_manifest(start).trainer_state().config
+        state = find_manifest(start).trainer_state()
+        pretrained = to_tree(recorded_config(state).trained(state.step))
     control = RunControl(output, is_main=launch.rank == 0)
     with located_settings(arguments.config, arguments.task, arguments.overrides, arguments.tasks):
         tree = load_tree(

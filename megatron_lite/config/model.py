@@ -103,7 +103,7 @@ class ModelConfig:
     rotary_share: float = setting(
         1.0, "Fraction of each head's features that are rotated (GLM-4: 0.5).", above=0, at_most=1
     )
-    rotary_base: float = setting(10000.0, "RoPE base (theta).", above=1)
+    rotary_base: float = setting(10000.0, "RoPE base (theta).", above=1, on_resume="phase")
     rotary_base_local: float | None = setting(
         None, "RoPE base of local layers (ModernBERT: 10000); null = rotary_base.", above=1
     )

@@ -18,6 +18,7 @@ from data_utils.common.setting_files import shown
 from data_utils.common.settings import build, check, to_tree
 from data_utils.loader.config import PhaseSamples
 from megatron_lite.config.learning_rates import named_rate, rate_parts
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.phases import PhaseConfig
 from megatron_lite.config.schedule import ScheduleConfig
 from megatron_lite.config.sections import ProfilerConfig, RampConfig
@@ -145,6 +146,10 @@ class PhasePlan:
     def config(self, step: int) -> Config:
         """The configuration that holds at a step."""
         return self.configs[self.number(step)]
+
+    def model(self, steps: int) -> ModelConfig:
+        """The options of the model whose last step was the one of this number; without any, those of the run."""
+        return self.config(steps - 1).model if steps else self._run.model
 
     def batch_size(self, step: int) -> int:
         """Samples of a step, on all ranks together."""
@@ -304,6 +309,11 @@ def _phase_config(config: Config, number: int, phase: PhaseConfig) -> Config:
         phase_config: Config = build(type(config), phase.settings(to_tree(config), names))
     except ConfigError as error:
         raise ConfigError(f"phases[{number}]: {error}") from None
+    check(
+        phase.rotary_base is None or (config.model.positions == "rotary" and config.decoder is None),
+        f"phases[{number}].rotary_base is {phase.rotary_base}, but the model has no rotary positions, or has a decoder "
+        "section; remove it.",
+    )
     idle = phase.objective_settings.keys() - {choice.name for choice in phase_config.objective_choices}
     check(
         not idle,

@@ -52,6 +52,9 @@ class PhaseConfig:
     embedding_gradient_shrink: float | None = setting(
         None, "Replaces model.embedding_gradient_shrink.", above=0, at_most=1
     )
+    rotary_base: float | None = setting(
+        None, "Replaces model.rotary_base, as where a run goes on with longer texts.", above=1
+    )
     objective_settings: dict[str, Any] = inline_sections(
         OBJECTIVES, lambda name: dict[str, Any], "Overrides of this objective's section."
     )
@@ -87,9 +90,10 @@ class PhaseConfig:
             merged["training"] = {**merged["training"], "loss_weights": self.loss_weights}
         if self.lr is not None:
             merged["optimizer"] = {**merged["optimizer"], "lr": self.lr}
-        if self.embedding_gradient_shrink is not None:
-            shrink = {"embedding_gradient_shrink": self.embedding_gradient_shrink}
-            merged["model"] = {**merged["model"], **shrink}
+        of_model = {name: getattr(self, name) for name in ("embedding_gradient_shrink", "rotary_base")}
+        merged["model"] = merged["model"] | {
+            key: value for key, value in of_model.items() if value is not None
+        }
         return merged
 
     def __str__(self) -> str:

@@ -148,6 +148,10 @@ class Config:
         """Which settings hold at which step; computed at each call."""
         return PhasePlan(self)
 
+    def trained(self, steps: int) -> Config:
+        """The configuration of a checkpoint's model, whose options a phase may have changed. Args: steps: of it."""
+        return replace(self, model=self.phase_plan.model(steps))
+
     @property
     def sample_unit(self) -> int:
         """Consecutive samples that are of one corpus: a global batch where an objective reads text pairs, else 1."""

@@ -25,6 +25,7 @@ from torch import nn
 from data_utils.common.errors import DeviceMemoryError
 from megatron_lite.checkpoint.fragments import Fragment
 from megatron_lite.config.deepspeed_options import default_bucket_size
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.phase_plan import PhasePlan
 from megatron_lite.config.tree import Config
 from megatron_lite.engine import nvidia_apex
@@ -65,6 +66,7 @@ from megatron_lite.transformer.tensor_parallel import (
     partition_of,
 )
 from megatron_lite.transformer.trained_model import loss_measures
+from megatron_lite.transformer.transformer import Transformer
 
 log = logging.getLogger(__name__)
 
@@ -158,6 +160,7 @@ class Engine(ABC):
             rules = GroupRules(config, context, self._multipliers)
             self._multipliers = {name: rules.by_width(name, parameter) for name, parameter in named.items()}
         self._step = 1
+        self._options = config.model  # that the modules have
         options = config.deepspeed_options(context.dp.size)
         with quiet_deepspeed():
             # Stage 3 shards the weights inside DeepSpeed's hooks, so its optimizer stays DeepSpeed's. At stages 1 and 2
@@ -315,17 +318,26 @@ class Engine(ABC):
 
         optimizer.step = announced_step
 
-    def set_embedding_gradient_shrink(self, factor: float) -> None:
-        """Scale the embeddings' gradients by `factor` from the next step on."""
-        for module in self._engine.module.modules():
-            if isinstance(module, PositionEmbeddings):
-                module.gradient_shrink = factor
-
     def set_step(self, step: int) -> None:
-        """The number of the next step, from 1: it decides which parameters are trained."""
+        """The number of the next step, from 1, or of the last: its phase has options of the model.
+
+        It also decides which parameters are trained.
+        """
         self._step = step
         if self._multipliers:
             self._zero.set_step(step)
+        model = self._phase_plan.model(step)
+        if model != self._options:
+            self._options = model
+            self._set_options(model)
+
+    def _set_options(self, model: ModelConfig) -> None:
+        """Make the modules compute as these options say, in what a phase may change."""
+        for module in self._engine.module.modules():
+            if isinstance(module, PositionEmbeddings):
+                module.gradient_shrink = model.embedding_gradient_shrink
+            elif isinstance(module, Transformer):
+                module.config = replace(module.config, rotary_base=model.rotary_base)
 
     def more_measures(self, loss: float) -> dict[str, float]:
         """Measures of the last evaluation other than its losses. Args: loss: mean over predicted tokens, nats."""
@@ -340,7 +352,7 @@ class Engine(ABC):
         self, vectors: Sequence[torch.Tensor], micro_batches: Sequence[MicroBatch], num_losses: int
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """`vector_sums` with the settings of the step's phase."""
-        section = pair_section(self._phase_plan.config(self._step - 1))
+        section = pair_section(self._phase_plan.config(max(self._step - 1, 0)))
         return vector_sums(vectors, micro_batches, section, self.context.dp, num_losses)
 
     @functools.cached_property

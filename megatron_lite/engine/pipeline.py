@@ -81,16 +81,18 @@ class _Inputs:
 
     @staticmethod
     def of(
-        micro_batch: MicroBatch, config: Config, parallel: TensorParallel, tables: Mapping[str, Table]
+        micro_batch: MicroBatch,
+        config: ModelConfig,
+        parallel: TensorParallel,
+        tables: Mapping[str, Table],
+        has_memory: bool,
     ) -> _Inputs:
         """Args: tables: of relative positions, those that the stage's blocks read."""
         ids, plan = micro_batch.ids, micro_batch.plan
-        context = make_context(
-            config.model, micro_batch.tokens.shape, ids, plan, micro_batch.dropout, parallel
-        )
+        context = make_context(config, micro_batch.tokens.shape, ids, plan, micro_batch.dropout, parallel)
         # Each stage computes the bias of its own copy of a table: sending it would be many times the hidden state.
         table, positions, stack_contexts = tables.get("relative_bias"), ids[0], None
-        if config.model.decoder_layers:
+        if config.decoder_layers:
             assert isinstance(plan, EncoderDecoderPlan)
             encoder, decoder = encoder_decoder_contexts(context, parallel)
             encoder_positions, decoder_positions = positions.split(plan.lengths)
@@ -101,7 +103,7 @@ class _Inputs:
             )
         else:
             context = with_bias(context, table, positions)
-        before_block = detached_memory(ids, plan, parallel) if config.has_memory else None
+        before_block = detached_memory(ids, plan, parallel) if has_memory else None
         return _Inputs(micro_batch, context, stack_contexts, before_block, parallel)
 
     def split(self, hidden: torch.Tensor) -> _TwoStacks:
@@ -262,6 +264,7 @@ class _Stages(PipelineModule):
         )
         super().__init__(layers, topology=topology, partition_method="cost")
         self.config, self.parallel, self.device = config, parallel, context.device
+        self.options = model  # of the phase
         self.num_losses = num_losses
         # Each stage has a copy of the tables that all its layers share; the optimizer sums their gradients.
         begin, end = self._local_start - _FIRST_BLOCK, self._local_stop - _FIRST_BLOCK  # the stage's blocks
@@ -296,7 +299,9 @@ class _Stages(PipelineModule):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """The hidden state for the next stage; on the last stage, the micro-batch's share of the step's loss."""
         micro_batch, loss_factor = next(self.waiting)
-        inputs = _Inputs.of(micro_batch.to(self.device), self.config, self.parallel, self.used_tables)
+        inputs = _Inputs.of(
+            micro_batch.to(self.device), self.options, self.parallel, self.used_tables, self.config.has_memory
+        )
         has_two = inputs.stack_contexts is not None and self._local_start >= _FIRST_BLOCK
         x: Any = inputs.split(hidden) if has_two else hidden
         is_last = self._local_stop == len(self._layer_specs)
@@ -380,6 +385,10 @@ class PipelineEngine(Engine):
         named = self._stages.global_names(config.model.total_layers)
         initialize_parameters(named.items(), config.model, config.training.seed, parallel)
         super().__init__(self._stages, named, config, context, mpu=None)
+
+    def _set_options(self, model: ModelConfig) -> None:
+        super()._set_options(model)
+        self._stages.options = model
 
     def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
         self._begin_step(len(micro_batches), lr)

@@ -361,6 +361,7 @@ def _config(run: OpenRun, settings: LoraConfig, given: Weights, tree: Mapping[st
     changes: dict[str, Any] = {
         "model": {"lora": lora},
         "ema": {"decay": None, "use": False},
+        "phases": [],  # of the base, whose model is that of its last one
         # Of the base, which was trained since: `_origin` would name its first weights as those under the updates.
         "checkpoint": {"initialize_from": None, "initialize": "weights"},
     }

@@ -109,7 +109,7 @@ def open_run(
     checkpoint = find_checkpoint(path, ParallelContext.alone())
     state = checkpoint.trainer_state()
     require_objectives(state.config, state.program)
-    config = build(Config, state.config)
+    config = build(Config, state.config).trained(state.step)
     if config.tokenizer is None:
         raise CheckpointError(
             f"checkpoint {checkpoint.path} records no tokenizer; give a checkpoint of pretrain_glm.py."

@@ -234,10 +234,7 @@ class Trainer:
         return Callbacks(
             # The order is part of the behaviour. Gradient hooks are set before the step; the log reads the interval
             # before pauses; the checkpoint of a step is saved before its evaluation, which may be long or hang.
-            PhaseChanges(
-                self._phase_plan, engine, self.events, report=self._report_event,
-                shrink=config.model.embedding_gradient_shrink,
-            ),
+            PhaseChanges(self._phase_plan, self.events, report=self._report_event),
             GradientNormRecords(config, context, engine, self.metrics),
             ProgressBar(config.run.progress_bar and context.is_main, self._last_step),
             TrainingLog(
@@ -346,6 +343,7 @@ class Trainer:
         if state is not None:
             progress.step, progress.consumed_samples = state.step, self._phase_plan.consumed(state.step)
             progress.consumed_tokens = state.consumed_tokens
+            self.engine.set_step(state.step)  # an evaluation may be the first that the engine computes
             self.results.skipped_steps = state.skipped_steps
             self.results.skipped_in_a_row = state.skipped_in_a_row
             self.events = EventLog.from_state(state.events)

@@ -68,10 +68,11 @@ def write_directory(case, directory):
     model_of(case, len(names)).save_pretrained(directory)
 
 
-def model_of(case, size):
+def model_of(case, size, **options):
+    """Args: options: of the class's configuration."""
     # Their embedding of padding has no gradient; GLM-4's is its end of text. Let it be a row without a token.
     changes = {**dict.fromkeys(OF_BYTES, size - 1), "xlm_roberta": 0, "camembert": 0}
-    changes = {"pad_token_id": changes[case]} if case in changes else {}
+    changes = options | ({"pad_token_id": changes[case]} if case in changes else {})
     return random_model(case, std=0.05, vocab_size=size, **changes)
 
 

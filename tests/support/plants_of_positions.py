@@ -1,4 +1,4 @@
-"""Planted bugs of disentangled attention."""
+"""Planted bugs of disentangled attention, and of rotary bases that change with the phase."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ DETACHED = "tests/electra/test_detached.py"
 PAIR = "tests/electra/test_detached_pair.py"
 CLASS = "tests/hf/test_published.py::test_logits_and_gradients_match_the_class[deberta_v3]"
 LAYOUTS = "tests/train/test_parity.py::test_some_further_cases_equal_one_process"
+ENGINE = "megatron_lite/engine/engine.py"
+BASES = "tests/train/test_rotary_phases.py::test_a_phase_has_its_base_in_training_evaluation_and_export"
 
 POSITIONS = (
     Plant(
@@ -58,5 +60,40 @@ POSITIONS = (
         "on_all_stages=name.startswith(SHARED_BY_STAGES),",
         "",
         (LAYOUTS,),
+    ),
+    Plant(
+        "a model keeps the rotary base of the run in all phases",
+        ENGINE,
+        "module.config = replace(module.config, rotary_base=model.rotary_base)",
+        "pass",
+        (BASES,),
+    ),
+    Plant(
+        "a phase changes the rotary base of local layers too",
+        ENGINE,
+        "rotary_base=model.rotary_base)",
+        "rotary_base=model.rotary_base, rotary_base_local=model.rotary_base)",
+        (BASES,),
+    ),
+    Plant(
+        "pipeline stages keep the rotary base of the run in all phases",
+        "megatron_lite/engine/pipeline.py",
+        "self._stages.options = model",
+        "pass",
+        ("tests/train/test_phases.py::test_batches_change_in_every_layout[2-parallel2]",),
+    ),
+    Plant(
+        "a checkpoint is opened and exported with the rotary base of the run",
+        "megatron_lite/inference/open_run.py",
+        ".trained(state.step)",
+        "",
+        (BASES,),
+    ),
+    Plant(
+        "an evaluation before the first step has the rotary base of the run",
+        "megatron_lite/train/trainer.py",
+        "self.engine.set_step(state.step)  #",
+        "#",
+        (BASES,),
     ),
 )

@@ -17,10 +17,13 @@ from megatron_lite.config.tree import Config
 from megatron_lite.runtime.changes import differences
 from megatron_lite.telemetry.records import read_metrics
 
-BOTH = {"objectives": {"blank_infilling": 1, "masked_lm": 1}, "model": {"max_position": 66}}
+BOTH = {
+    "objectives": {"blank_infilling": 1, "masked_lm": 1},
+    "model": {"max_position": 66, "positions": "rotary"},
+}
 PHASES = [
     {"steps": 2, "weights": {"corpus_train": 1}, "batch": {"global_batch_size": 4}},
-    {"steps": 2, "batch": {"ramp": {"start": 4, "by": 4, "samples": 4}}},
+    {"steps": 2, "batch": {"ramp": {"start": 4, "by": 4, "samples": 4}}, "rotary_base": 20},
     {"objectives": {"masked_lm": 1}, "masked_lm": {"masked_ratio": 0.4}, "weights": {"corpus_validation": 1}},
 ]
 SIZES = [4, 4, 4, 8, 8, 8]
@@ -200,6 +203,7 @@ def test_later_phases_may_change_and_earlier_ones_may_not(phased, tmp_path):
             [{**first, "embedding_gradient_shrink": 0.1}, second, third],
             "phases[0]: model.embedding_gradient_shrink: 1.0 -> 0.1",
         ),
+        ([first, {**second, "rotary_base": 30}, third], "phases[1]: model.rotary_base: 20.0 -> 30.0"),
         ([first, {**second, "lr": 1.0}, third], "phases[1]: optimizer.lr: "),
         ([{**first, "skip_samples": 4}, second, third], "samples used or skipped by step 3: 12 -> 16"),
         ([first], "phases begun by step 3: 2 -> 1"),
