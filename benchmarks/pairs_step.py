@@ -115,7 +115,10 @@ def our_trainer(directory: Path, longest: int, batch: int, context: Any) -> Trai
     changes = {
         "objectives": {"masked_lm": 0.0, "contrastive": 1.0},
         "contrastive": {"query_length": longest, "document_length": longest},
-        "data": {"train": [{"prefix": str(directory / "pairs"), "objective": "contrastive"}], "validation": []},
+        "data": {
+            "train": [{"prefix": str(directory / "pairs"), "objective": "contrastive"}],
+            "validation": [],
+        },
         "training": {"steps": 1_000_000, "eval_interval": 0, "precision": "fp32"},
         "batch": {"global_batch_size": batch, "micro_batch_size": batch},
         "optimizer": {"lr": RATE},
