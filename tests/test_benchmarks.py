@@ -245,6 +245,7 @@ def test_bad_layouts_are_one_line_errors(monkeypatch, arguments, expected):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_attention_reports_every_case_and_draws_it(tmp_path, capsys):
     file, picture = tmp_path / "rows.json", tmp_path / "attention.png"
     arguments = "--objectives blank_infilling unilmv2 --lengths 32 --heads 1 --repeats 1 --threads 1"
@@ -427,8 +428,9 @@ def test_cross_entropy_and_its_gradient_match_float64(monkeypatch, chunk_bytes):
     torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no mallopt")
-@pytest.mark.parametrize("keep", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("keep", [True, False])
 def test_keep_freed_memory(keep):
     """In a process of its own, because it changes how the C library allocates for good."""
     code = (

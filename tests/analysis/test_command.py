@@ -63,6 +63,7 @@ def accuracy(path):
     return found.metrics["accuracy"]
 
 
+@pytest.mark.slow
 def test_the_least_important_half_is_not_needed_and_the_most_important_half_is(run, tmp_path):
     """A majority of votes needs one mean over the words: one layer."""
     files = {name: tmp_path / name for name in ("a.json", "pruned", "a.png")}

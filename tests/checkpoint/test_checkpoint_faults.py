@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.crash_shim import Disk, record_and_kill
 from support.distributed import run_ranks, start_ranks
+from support.selection import slow_but
 from support.stub_engine import StubEngine, whole_state_is
 from support.waiting import random_delay, wait_until
 
@@ -99,7 +100,7 @@ def die_at(operation, scenario, base, journal, options):
 
 
 @pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("scenario", [first, pytest.param(with_retention, marks=pytest.mark.slow), again])
+@pytest.mark.parametrize("scenario", slow_but([first], [first, with_retention, again]))
 def test_a_kill_or_crash_at_every_operation(tmp_path, monkeypatch, scenario, asynchronous):
     """For every n: die during the n-th operation, then keep, drop or partly drop what was not synchronised."""
     monkeypatch.setattr(tensor_files, "BLOCK_BYTES", 40_000)  # several writes

@@ -189,6 +189,7 @@ def test_training_continues_in_another_layout(tmp_path, unbroken, ranks, before,
 DECODER = {"num_layers": 1, "decoder_layers": 2, "norm": "post", "embedding_norm": True}
 
 
+@pytest.mark.slow
 def test_training_of_encoder_and_decoder_continues_in_another_layout(tmp_path):
     unbroken = run_ranks(train, 1, tree(model=DECODER), range(BEFORE + AFTER))[0]
     ranks = continue_run(tmp_path, 2, layout(tp=2), 2, layout(pp=2), model=DECODER)

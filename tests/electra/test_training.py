@@ -44,6 +44,7 @@ def one(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_unbroken_one(one, tmp_path):
     directory = tmp_path / "run"
     run_ranks(fit, 1, run_config(directory, training={"stop_after_step": 4}))
@@ -51,6 +52,7 @@ def test_a_resumed_run_is_the_unbroken_one(one, tmp_path):
     own_models.check_same_run(one, directory)
 
 
+@pytest.mark.slow
 def test_two_ranks_report_what_one_does(one, tmp_path):
     """Other sums of samples on each rank: losses are means over all of them, whatever each holds."""
     directory, parallel = tmp_path / "run", {"zero_stage": 2}

@@ -103,6 +103,7 @@ def accuracy(model, config, fields, noise):
     return (logits.argmax(1) == inputs.targets).float().mean().item()
 
 
+@pytest.mark.slow
 def test_facts_of_entities_are_learnt_with_them_and_guessed_without(run):
     (weights,) = run_ranks(fit, 1, run)
     tree = merge(run, {})

@@ -259,6 +259,7 @@ def test_the_dry_run_advises_each_phase_and_all_of_them():
     assert re.search(r"\nall phases        (parallel\.\* and|keep this layout)", done.stdout)
 
 
+@pytest.mark.slow
 def test_the_dry_run_loads_no_fake_devices():
     """So it works with any build of torch on any machine."""
     program = (

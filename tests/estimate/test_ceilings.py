@@ -75,7 +75,8 @@ def few_or_slow(names):
     return [pytest.param(name, marks=[] if name in FEW else pytest.mark.slow) for name in names]
 
 
-@pytest.mark.parametrize("name", few_or_slow(CEILINGS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CEILINGS)
 def test_no_count_grows(profile_of, name):
     assert grown(profile_of(name), CEILINGS[name]) == []
 

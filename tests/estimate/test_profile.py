@@ -111,6 +111,7 @@ def test_a_process_that_fails_is_reported_in_one_line():
         run_module("pretrain_glm", "")
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_and_writes_json(tmp_path):
     out = tmp_path / "profile.json"
     options = ["--config", "configs/tiny.yaml", "--processes", "2", "--gpu", "a100", "--json", str(out)]

@@ -123,6 +123,7 @@ def test_tables_without_labels_in_the_settings_are_learnt_and_predicted(tmp_path
         assert_refused(forked("scripts/evaluate.py", "--checkpoint", seed, "--task", both[0], *predict), told)
 
 
+@pytest.mark.slow
 def test_seeds_of_other_weights_are_not_taken_for_those_of_a_call(tmp_path):
     """Results, and seeds that were interrupted, are of the checkpoint that the first call named."""
     model, task = write_task(tmp_path / "task", train=8)

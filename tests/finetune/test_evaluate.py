@@ -49,6 +49,7 @@ def measured(path, tree):
     return found
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_two_ranks_has_the_numbers_of_its_run(run, tmp_path, capsys, monkeypatch):
     best = run / "out"
     arguments = [

@@ -116,7 +116,8 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layouts", [LAYOUTS[:1], pytest.param(LAYOUTS[1:], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layouts", [LAYOUTS[:1], LAYOUTS[1:]])
 def test_layouts_and_a_resumed_run_equal_one_process(tmp_path, layouts):
     """With dropout, two data-parallel ranks of unequal texts, and a head of tokens that begins with the blocks."""
     files = unequal_task(tmp_path / "task")

@@ -71,6 +71,7 @@ def test_a_head_on_the_feature_is_all_that_trains(run, tmp_path):
     assert of_file["mean"]["accuracy"] == measured.metrics["accuracy"]
 
 
+@pytest.mark.slow
 def test_all_parameters_learn_the_task(run, tmp_path):
     path, weights, task = run
     best, found = tuned(path, task, tmp_path / "out", "finetune.epochs=12")

@@ -108,7 +108,8 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layouts", [LAYOUTS[:1], pytest.param(LAYOUTS[1:], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layouts", [LAYOUTS[:1], LAYOUTS[1:]])
 def test_layouts_and_a_resumed_run_equal_one_process(tmp_path, layouts):
     """With dropout, and what begins later: head and top block in epoch 1, the other block in 2, embeddings in 3."""
     files = write_task(tmp_path / "task")

@@ -123,7 +123,8 @@ def test_layouts_and_a_resumed_run_equal_one_process(tmp_path, layouts):
         assert torch.equal(weight, whole[name]), name
 
 
-@pytest.mark.parametrize("ended", [pytest.param(8, marks=pytest.mark.slow), 12])
+@pytest.mark.slow
+@pytest.mark.parametrize("ended", [8, 12])
 def test_an_evaluation_that_was_lost_is_made_up_for(tmp_path, ended):
     """The run was ended between a save and its evaluation; `ended` 12 is the last step."""
     files = write_task(tmp_path / "task")
@@ -146,7 +147,8 @@ def rewind(run, step):
     assert forked("scripts/checkpoints.py", "rewind", str(run), str(step)).returncode == 0
 
 
-@pytest.mark.parametrize("is_done", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_done", [False, True])
 def test_the_best_checkpoint_is_of_the_branch_that_goes_on(tmp_path, is_done):
     """A run learns and is rewound to where it knew nothing; the next start learns nothing. Its results must say so."""
     files, output = write_task(tmp_path / "task"), tmp_path / "out"
@@ -172,6 +174,7 @@ def test_the_best_checkpoint_is_of_the_branch_that_goes_on(tmp_path, is_done):
     assert [checkpoint_step(path) for path in list_checkpoints(run / "best")] == [4]
 
 
+@pytest.mark.slow
 def test_a_best_checkpoint_that_lacks_or_is_another_branchs_is_chosen_again(tmp_path):
     """As after a rewind by a former version, which left `best` alone."""
     files, output = write_task(tmp_path / "task"), tmp_path / "out"
@@ -245,6 +248,7 @@ def test_each_seed_draws_its_own_samples(tmp_path):
     assert task_of(files, tmp_path / "out").seeded(2).train == task_of(files, tmp_path / "out").train
 
 
+@pytest.mark.slow
 def test_training_ends_when_no_better_score_comes(tmp_path, caplog):
     """Labels that say nothing: scores of a tiny learning rate stay as they are, which a warning tells."""
     files, hardly = write_task(tmp_path / "task", train=32), "so the task votes was hardly learnt"
@@ -275,6 +279,7 @@ def said_by_finetune(context, files, output, *overrides):
     return [message for message in found if "hardly learnt" in message]
 
 
+@pytest.mark.slow
 def test_scores_that_hardly_move_are_reported_with_the_likely_causes(tmp_path):
     """A run that does not learn gets one warning; one that learns gets none."""
     files = write_task(tmp_path / "task")
@@ -335,6 +340,7 @@ def test_scores_are_compared_with_what_is_known_without_learning(tmp_path, caplo
     assert [expected in record.message for record in caplog.records] == [True] * (expected is not None)
 
 
+@pytest.mark.slow
 def test_fine_tuning_begins_with_a_checkpoint_of_another_task(tmp_path):
     """The body is taken over; a head of other classes is new."""
     files = write_task(tmp_path / "first", **CLOZE)

@@ -135,6 +135,7 @@ def test_one_task_has_the_samples_and_settings_that_it_has_alone(files, tmp_path
         assert np.array_equal(own.loss_divisors(5), expected.loss_divisors(5))
 
 
+@pytest.mark.slow
 def test_heads_without_a_batch_stay_as_they_are_and_layouts_agree(files, tmp_path):
     """Bit for bit: weights, moments and counts of steps, with weight decay. Layouts: only the order of sums differs."""
     expected = None
@@ -160,6 +161,7 @@ def test_heads_without_a_batch_stay_as_they_are_and_layouts_agree(files, tmp_pat
             )
 
 
+@pytest.mark.slow
 def test_a_resumed_run_repeats_the_unbroken_one_and_results_match_each_task(files, tmp_path):
     whole = learn(files, tmp_path / "whole", *STEP)
     learn(files, tmp_path / "cut", *STEP, "training.stop_after_step=4")
@@ -181,6 +183,7 @@ def test_a_resumed_run_repeats_the_unbroken_one_and_results_match_each_task(file
         assert list((tmp_path / f"cut/seed_1234/tasks/{name}/predictions").iterdir())
 
 
+@pytest.mark.slow
 def test_a_run_on_one_task_and_an_evaluation_take_the_head_of_that_name(files, tmp_path):
     (*_, saved) = learn(files, tmp_path / "both", *STEP, "training.steps=6")
     before = load_weights(saved)

@@ -143,7 +143,7 @@ def of_targets(model, samples):
     return F.cross_entropy(logits[rows], tensors[:, TARGETS][rows], label_smoothing=0.1)
 
 
-@pytest.mark.parametrize("kind", ["classification", "cloze"])
+@pytest.mark.parametrize("kind", [pytest.param("classification", marks=pytest.mark.slow), "cloze"])
 def test_glm_is_tuned_as_its_exported_classes(tmp_path, kind):
     """They begin with the same export."""
     config = tmp_path / "glm.yaml"
@@ -182,8 +182,10 @@ def first_run(context, config, directory, overrides):
     "case",
     [
         "bert",
-        "t5",
-        *(pytest.param(case, marks=pytest.mark.slow) for case in ("deberta-v2", "modernbert", "electra")),
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in ("t5", "deberta-v2", "modernbert", "electra")
+        ),
     ],
 )
 def test_published_systems_are_tuned_as_their_own_classes(tmp_path, case):

@@ -31,9 +31,8 @@ def learn(context, files, output, *overrides):
     return of_file["mean"]
 
 
-@pytest.mark.parametrize(
-    ("name", "epochs"), [("typing", 4), pytest.param("relation", 7, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "epochs"), [("typing", 4), ("relation", 7)])
 def test_marked_mentions_reach_the_best_score(tmp_path, name, epochs, capfd):
     files = write_task(tmp_path / "task", name)
     (measured,) = run_ranks(learn, 1, files, tmp_path / "out", f"finetune.epochs={epochs}")
@@ -173,6 +172,7 @@ def said(context, files, output, *overrides):
     return [message for message in found if "hardly learnt" in message]
 
 
+@pytest.mark.slow
 def test_the_best_of_the_sets_of_labels_is_what_a_guess_scores(tmp_path):
     files = write_task(tmp_path / "task", "typing")
     still = ["optimizer.lr=1e-12", "finetune.epochs=3", "run.log_interval=1"]

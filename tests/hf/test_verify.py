@@ -76,6 +76,7 @@ def size_of(directory):
     return sum(tensor.nbytes for tensor in load_file(directory / "model.safetensors").values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "settings"), [("bert", {"objectives": {"masked_lm": 1}}), ("gpt2", CAUSAL)])
 def test_one_published_model_is_in_memory(case, settings, tmp_path, peak):
     original = write_directory(case, tmp_path / "original")
@@ -95,6 +96,7 @@ def test_one_glm_is_in_memory(exports, run, tmp_path, peak):
     )  # our model pads its vocabulary: 72 rows to 128
 
 
+@pytest.mark.slow
 def test_optimus_is_in_memory_once(tmp_path, peak):
     directory, weights = write_optimus(tmp_path)
     size = sum(weight.nbytes for weight in weights.values())

@@ -102,6 +102,7 @@ def test_annealing_keeps_the_divergence_and_the_weight_1_from_the_start_makes_it
     assert kept["reconstruction"] < vanished["reconstruction"] - 1
 
 
+@pytest.mark.slow
 def test_bounds_of_a_learnt_model_rise_with_the_samples(annealed):
     """On the same sentences each step down, if there is one, is no more than 3 standard errors."""
     given = annealed.read(sentences(7, 64))

@@ -169,6 +169,7 @@ def stranger(installation):
                 path.chmod(path.stat().st_mode | 0o200)
 
 
+@pytest.mark.slow
 def test_a_user_without_a_home_runs_commands(installation, stranger):
     """numba ended in "cannot cache function ...: no locator available"."""
     done = stranger(

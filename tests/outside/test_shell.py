@@ -105,6 +105,7 @@ def finished(killed):
     return killed
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_at_its_first_save_starts_again(finished):
     assert (
         "the records of an earlier start are in" in finished.said

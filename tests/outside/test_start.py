@@ -25,6 +25,7 @@ def corpus(tmp_path_factory):
     return small_corpus(tmp_path_factory.mktemp("corpus"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "packages"),
     [

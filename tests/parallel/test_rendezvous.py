@@ -134,6 +134,7 @@ def test_facts_change_with_the_program(tmp_path):
     assert version.sources(project) != before
 
 
+@pytest.mark.slow
 @pytest.mark.launcher
 def test_under_torchrun_a_refusal_of_one_rank_is_heard(settings, tmp_path):
     """torchrun's agent holds the store."""

@@ -86,6 +86,7 @@ def start(monkeypatch, capfd, *arguments):
     return status, lists.splitlines()[1:]
 
 
+@pytest.mark.slow
 def test_what_fails_is_counted_and_named_by_list(checkout, monkeypatch, capfd):
     status, lines = start(monkeypatch, capfd, "--", "--continue-on-collection-errors")
     assert status == 1

@@ -155,7 +155,9 @@ def merge_again(directory, output):
     checkpoints.command()
 
 
-@pytest.mark.parametrize(("change", "least"), [(record_and_kill, 12), (fill_disk, 10)])
+@pytest.mark.parametrize(
+    ("change", "least"), [(record_and_kill, 12), pytest.param(fill_disk, 10, marks=pytest.mark.slow)]
+)
 def test_a_merge_that_is_killed_or_finds_the_disk_full_is_done_by_the_same_command(
     directory, run, tmp_path, change, least
 ):

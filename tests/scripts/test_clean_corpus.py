@@ -274,6 +274,7 @@ def leave_work(raw):
     wait_until(partial(is_free, raw / ".out.megatron_lite_lock"), what="its workers are gone")
 
 
+@pytest.mark.slow
 def test_work_of_another_run_is_refused(raw):
     leave_work(raw)
     options = ["--input", "raw.jsonl", "--output", "out", "--tasks", "4"]
@@ -319,6 +320,7 @@ def test_input_that_changes_while_it_is_read_is_refused(raw, monkeypatch, stage,
         assert run(raw, *options).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_second_command_waits_for_nobody(raw):
     """While one writes an output, another is refused; an output that exists is never replaced."""
     command = Forked(cleaning.SCRIPT, *COMMAND, "--input", "raw.jsonl", "--output", "out", cwd=raw)
@@ -419,9 +421,10 @@ def test_names_that_are_not_utf8_are_refused_at_once(raw):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("soft", "hard", "tasks"),
-    [pytest.param(64, 5000, 90, marks=pytest.mark.slow), (64, 300, 90), (64, 370, 90)],
+    [(64, 5000, 90), (64, 300, 90), (64, 370, 90)],
 )
 def test_finding_duplicates_may_open_three_files_of_each_task(raw, soft, hard, tasks):
     """Text, duplicates and their counts: every task has a copy of a text of another one."""
@@ -452,6 +455,7 @@ def test_the_work_is_no_input_of_the_same_command(tmp_path):
         assert (tmp_path / "out.cleaning/output/text/00000.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_bad_records_of_held_out_texts_are_counted_over_all_tasks(raw):
     (raw / "held.jsonl").write_text(
         '{"text": 3}\n' * 3 + json.dumps({"text": "a " * 60}) + '\n{"text": 4}' * 3
@@ -730,6 +734,7 @@ def test_job_scripts_of_slurm_give_the_same_output(raw, stub):
     assert len((stub / "calls").read_text().splitlines()) == 3  # stages, each of which is one array
 
 
+@pytest.mark.slow
 def test_jobs_of_slurm_read_objects_but_no_url_with_a_secret(raw, stub):
     """A job reads its pipeline, and so its inputs, from a file."""
     cleaning.recipe(raw, keep=SETTINGS["keep"])

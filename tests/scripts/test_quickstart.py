@@ -94,6 +94,7 @@ def test_environment_is_made_once_per_requirements(tmp_path: Path) -> None:
     assert "installing requirements-dev.txt" in ensure("requirements-dev.txt")
 
 
+@pytest.mark.slow
 def test_a_failure_of_pip_is_shown_with_where_the_rest_is(tmp_path: Path) -> None:
     (tmp_path / "requirements.txt").write_text("./absent\n")
     script = f"source {ROOT}/scripts/setup_environment.sh; ensure_environment requirements.txt; echo on"

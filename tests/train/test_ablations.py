@@ -60,6 +60,7 @@ def fit_all(context, trees):
         fit(context, tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [path.stem for path in FILES])
 def test_each_trains_and_is_not_glm_itself(trained, name):
     first, last = trained[name]

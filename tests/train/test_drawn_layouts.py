@@ -10,6 +10,7 @@ from support.parity import outcomes_of
 COUNT, ALWAYS = 200, 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [*range(ALWAYS), *(pytest.param(n, marks=pytest.mark.slow) for n in range(ALWAYS, COUNT))]
 )

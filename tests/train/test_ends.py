@@ -81,9 +81,8 @@ def diverge(context, tree):
 @pytest.mark.parametrize(
     "parallel",
     [
-        pytest.param({"zero_stage": 1}, marks=pytest.mark.slow),
-        pytest.param({"zero_stage": 2}, marks=pytest.mark.slow),
-        {"zero_stage": 3},
+        {"zero_stage": 1},
+        *(pytest.param({"zero_stage": stage}, marks=pytest.mark.slow) for stage in (2, 3)),
         pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),
     ],
     ids=lambda parallel: " ".join(f"{key}={value}" for key, value in parallel.items()),

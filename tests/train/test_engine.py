@@ -166,11 +166,12 @@ def continue_and_compare(context, case, directory, record):
     return outcome.failures()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "before, after",
     [
-        pytest.param(parity.Case(1, 1, 2, 2, offload=True), parity.Case(2, 2, 1), marks=pytest.mark.slow),
-        pytest.param(parity.Case(2, 1, 1), parity.Case(1, 1, 2, 1, offload=True), marks=pytest.mark.slow),
+        (parity.Case(1, 1, 2, 2, offload=True), parity.Case(2, 2, 1)),
+        (parity.Case(2, 1, 1), parity.Case(1, 1, 2, 1, offload=True)),
         (parity.Case(1, 1, 2, 3, offload=True), parity.Case(2, 1, 2, 3, True, offload=True)),
     ],
     ids=str,

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from support.distributed import run_ranks
 from support.training import fit, make_trainer
@@ -38,6 +39,7 @@ def lines(directory, kind):
     return {record["step"]: record for record in records if record["kind"] == kind}
 
 
+@pytest.mark.slow
 def test_a_run_with_changes_resumes_bit_for_bit_and_keeps_the_record(settings, tmp_path):
     settings = merge(settings, CHANGES)
     whole = run_ranks(fit, 2, settings)

@@ -206,9 +206,10 @@ def loss_after(steps, told, size):
     return float(np.mean(losses))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "steps, size, near, cases",
-    [(100, 8, 0.2, ("both", "none")), pytest.param(600, 16, 0.03, BEST, marks=pytest.mark.slow)],
+    [(100, 8, 0.2, ("both", "none")), (600, 16, 0.03, BEST)],
 )
 def test_a_small_model_reaches_what_the_labels_leave_open_and_no_less(steps, size, near, cases):
     """Both texts, the first alone, or neither belong to the label. 3 standard errors of 2880 labels are 0.04."""

@@ -131,6 +131,7 @@ def test_a_task_head_counts_as_trained():
         assert trained_count(model) == 2 * (32 + 96 + 32 + 32 + 2 * (32 + 128)) + outputs * (32 + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_computes_with_the_base_weights_and_keeps_them_exactly(
     corpus, base, tmp_path, precision

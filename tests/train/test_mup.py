@@ -134,7 +134,8 @@ def slopes(context, config, steps, is_mup):
     return {name: slope(WIDTHS, values) for name, values in found.items()}
 
 
-@pytest.mark.parametrize("steps", [3, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [3, 10])
 def test_changes_keep_their_size_at_every_width_with_mup_alone(steps):
     config = config_of()
     with_mup, without = (run_ranks(slopes, 1, config, steps, is_mup)[0] for is_mup in (True, False))
@@ -145,9 +146,8 @@ def test_changes_keep_their_size_at_every_width_with_mup_alone(steps):
     assert all(value > 0.5 for value in without.values()), without
 
 
-@pytest.mark.parametrize(
-    "kind", [kind if kind == "lamb" else pytest.param(kind, marks=pytest.mark.slow) for kind in ALL]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ALL)
 def test_the_rule_of_each_optimizer_keeps_the_changes(kind):
     found = run_ranks(slopes, 1, config_of(kind=kind), 3, True)[0]
     assert all(abs(found[name]) < 0.15 for name in ("block 1", "block 2")), found

@@ -91,6 +91,7 @@ atexit.register(write)
 """
 
 
+@pytest.mark.slow
 def test_a_deterministic_run_trains(settings, tmp_path):
     """On a CPU, where no operation of a step may refuse."""
     (tmp_path / "sitecustomize.py").write_text(WITNESS)

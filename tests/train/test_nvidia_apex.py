@@ -88,7 +88,7 @@ def trained(context, settings, steps):
 
 @pytest.mark.parametrize(
     "parallel",
-    [pytest.param(layout(zero=2), marks=pytest.mark.slow), layout(zero=3), layout(tp=2, sp=True)],
+    [*(pytest.param(layout(zero=stage), marks=pytest.mark.slow) for stage in (2, 3)), layout(tp=2, sp=True)],
     ids=str,
 )
 def test_training_matches_torch(parallel):

@@ -93,6 +93,7 @@ def test_every_layout_trains_as_one_process(one, tmp_path, ranks, stage, recompu
         assert after["active_units"] == before["active_units"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_unbroken_one(one, tmp_path):
     """Stopped in the middle of a cycle of the divergence's weight."""
     directory = tmp_path / "run"

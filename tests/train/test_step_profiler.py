@@ -25,6 +25,7 @@ def events_of(path):
     return json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
 
 
+@pytest.mark.slow
 def test_chosen_steps_of_a_chosen_rank_are_traced(settings, tmp_path):
     settings["profiler"] = {"first_step": 2, "last_step": 3, "ranks": [1]}
     run_ranks(fit, 2, settings)

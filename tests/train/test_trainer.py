@@ -62,6 +62,7 @@ def test_each_loss_is_a_mean_of_its_own_in_any_layout(settings, tmp_path):
                 assert loss == pytest.approx(two[step][name], rel=1e-4)  # weights differ by rounding
 
 
+@pytest.mark.slow
 def test_corpora_are_read_from_a_local_copy(settings, tmp_path):
     """The samples are the same, from a store too; two ranks make each copy once, before the first step."""
     here = merge(settings, {"training": {"steps": 3}})
@@ -91,6 +92,7 @@ def fit_until_the_evaluation(context, tree):
         trainer.fit()
 
 
+@pytest.mark.slow
 def test_a_validation_is_made_up_for(settings, tmp_path):
     changes = {"training": {"steps": 4, "eval_interval": 2}, "checkpoint": {"save_interval": 2}}
     settings = merge(settings, changes)
@@ -124,6 +126,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(settings, tmp_p
     assert sorted(records(tmp_path / "run", "validation")) == [2, 4, 6]
 
 
+@pytest.mark.slow
 def test_the_program_is_recorded_and_a_change_is_said(settings, tmp_path, monkeypatch):
     for number, stop in ((1, 1), (1, 2), (2, 3)):
         new = {"version": str(number), "commit": "abc", "changed": False}

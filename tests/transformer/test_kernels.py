@@ -285,14 +285,11 @@ def test_programs_follow_the_width_and_the_processors():
 SPILLS = {80: {"_add_norm_backward": 4, "_query_grads": 28, "_key_grads": 88}, 90: {}, 100: {}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gpu", "is_short"),
-    [
-        (90, True),
-        *(pytest.param(gpu, is_short, marks=pytest.mark.slow)
-          for gpu, is_short in ((80, True), (100, True), (80, False), (90, False), (100, False))),
-    ],
-)  # fmt: skip
+    [(gpu, is_short) for gpu in (80, 90, 100) for is_short in (True, False)],
+)
 def test_kernels_compile_for_gpus_and_fit_into_registers(gpu, is_short):
     """A row of up to 8,192 numbers stays in registers; of 12,288 some bytes of each thread do not."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -125,6 +125,7 @@ def changed(given, number, change):
     return [change(x) if i == number else x for i, x in enumerate(given)]
 
 
+@pytest.mark.slow
 def test_every_kernel_refuses_gaps_and_other_sizes(launched):
     """Before it is launched: its addresses would be wrong."""
     for form, (operator, given) in launched.items():
@@ -143,6 +144,7 @@ def test_every_kernel_refuses_gaps_and_other_sizes(launched):
                     operator(*changed(given, number, lambda x: x[..., :-1].contiguous()))
 
 
+@pytest.mark.slow
 def test_every_kernel_does_nothing_without_rows(launched):
     tokens = SIZES[0]
 

@@ -122,15 +122,16 @@ def compare(arrays, size, dtype, p, tolerance):
     assert not ours[0][~mask_of(arrays[:3]).any(-1).flatten()].any()  # tokens that see nothing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "length", "size", "p"),
     [
         ("xlnet", 61, 12, 0.0),
         ("xlnet with memory", 41, 8, 0.3),
-        pytest.param("xlnet, one text", 47, 20, 0.3, marks=pytest.mark.slow),
-        pytest.param("xlnet", 90, 16, 0.0, marks=pytest.mark.slow),
-        pytest.param("bert", 50, 12, 0.3, marks=pytest.mark.slow),
-        pytest.param("unilm", 50, 12, 0.0, marks=pytest.mark.slow),
+        ("xlnet, one text", 47, 20, 0.3),
+        ("xlnet", 90, 16, 0.0),
+        ("bert", 50, 12, 0.3),
+        ("unilm", 50, 12, 0.0),
     ],
 )
 def test_every_gradient(name, length, size, p):

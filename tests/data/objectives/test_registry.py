@@ -254,6 +254,7 @@ print(sum(_fill_rows.stats.cache_hits.values()), sum(_fill_rows.stats.cache_miss
 """
 
 
+@pytest.mark.slow
 def test_the_cache_of_compiled_code_notices_changes_in_other_files(tmp_path):
     project = copied_project(tmp_path / "project")
 
