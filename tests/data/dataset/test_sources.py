@@ -64,6 +64,7 @@ def test_a_build_of_too_many_files_is_refused_before_it_begins(tmp_path, monkeyp
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_million_sources_have_room():
     files = [
         (f"/data/crawl/part-{number // 1000:05}/document-{number:09}.jsonl.zst", 12345)
