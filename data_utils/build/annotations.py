@@ -4,7 +4,7 @@
     spans      the length in tokens of the span that begins at the token (`--spans-key`); a record lists spans as it
                lists entities, `[start, end, type]` in characters, and types are not stored
     capitals   1 or 0 on the first token of a word: whether its first letter is a capital (`--capitals`)
-    labels     the label of a pair of texts, on the first token of the second (pairs.py)
+    labels     the label of a pair of texts, on the first token of the second (labelled_pairs.py)
 
 The manifest and the files of a dataset name all of them entities, which came first.
 """

@@ -17,6 +17,17 @@ from data_utils.corpus.stored_files import InputFile
 
 DEFAULT_SHARD_BYTES = 16 << 20
 _HASH_RANGE = 1 << 64
+# Option -> options of which it needs one.
+_NEEDS = {
+    "split_seed": ("split",),
+    "entities_key": ("entity_ids",),
+    "entity_ids": ("entities_key",),
+    "min_score": ("entities_key", "spans_key"),
+    "second_key": ("labels",),
+    "labels": ("second_key",),
+    **dict.fromkeys(("query_column", "positive_column", "negative_columns", "score_column"), ("text_pairs",)),
+    **dict.fromkeys(("query_prompt", "document_prompt", "negatives"), ("text_pairs",)),
+}
 _SPLIT_NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
@@ -65,50 +76,32 @@ class BuildConfig:
     def __post_init__(self) -> None:
         check_options(self.text_split, self.on_bad_record, self.max_bad_records)
         require_prefix(self.output)
-        for together in (("entities_key", "entity_ids"), ("second_key", "labels")):
-            present, absent = together if getattr(self, together[0]) else together[::-1]
-            if getattr(self, present) is not None and getattr(self, absent) is None:
-                options = f"--{present} is given without --{absent}".replace("_", "-")
-                raise ConfigError(f"{options}; give both or neither.")
-        if self.split_seed and not self.split:
+        for name, needed in _NEEDS.items():
+            if self._is_given(name) and not any(map(self._is_given, needed)):
+                raise ConfigError(
+                    f"{_option(name)} is given without {' or '.join(map(_option, needed))}, which it is for; give both "
+                    "or neither."
+                )
+        if self.text_pairs and self.text_key != TEXT_KEY:
             raise ConfigError(
-                f"--split-seed {self.split_seed} is given without --split, which it is for; give both or neither."
+                f"--text-key {self.text_key} is given with --text-pairs, whose texts have columns of their own; set "
+                "--query-column and --positive-column instead."
             )
-        if self.min_score and self.entities_key is None and self.spans_key is None:
-            raise ConfigError(
-                f"--min-score {self.min_score:g} is given without --entities-key or --spans-key, whose scores it "
-                "limits; give one of them, or remove it."
-            )
-        self._check_text_pairs()
         exclusive = ("text_pairs", "capitals", "spans_key", "entities_key", "second_key", "markers")
-        conflicting = [f"--{name.replace('_', '-')}" for name in exclusive if getattr(self, name)]
+        conflicting = [_option(name) for name in exclusive if getattr(self, name)]
         if len(conflicting) > 1:
             raise ConfigError(
                 f"{conflicting[0]} is given with {conflicting[1]}, but a dataset stores only one of these; give one "
                 "of them."
             )
-        if self.second_key is not None and self.second_key == self.text_key:
-            raise ConfigError(
-                f"--second-key and --text-key are both {self.second_key!r}; the two texts of a pair need two "
-                "different fields."
-            )
         parse_split(self.split)
 
-    def _check_text_pairs(self) -> None:
-        if self.text_pairs:
-            if self.text_key != TEXT_KEY:
-                raise ConfigError(
-                    f"--text-key {self.text_key} is given with --text-pairs, whose texts have columns of their own; "
-                    "set --query-column and --positive-column instead."
-                )
-            return
-        names = ("query_column", "positive_column", "negative_columns", "score_column", "query_prompt",
-            "document_prompt", "negatives")  # fmt: skip
-        given = next((name for name in names if getattr(self, name) not in (None, (), [], "")), None)
-        if given:
-            raise ConfigError(
-                f"--{given.replace('_', '-')} is given without --text-pairs, which it is for; give both or neither."
-            )
+    def _is_given(self, name: str) -> bool:
+        return getattr(self, name) not in (getattr(type(self), name), [])
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 @dataclass(frozen=True, slots=True)

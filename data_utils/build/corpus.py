@@ -19,11 +19,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, NotRequired
+from typing import Any
 
 import numpy as np
-from pydantic import Field
-from typing_extensions import TypedDict
 
 from data_utils.build.annotations import AnnotationReader, open_annotation_reader
 from data_utils.build.config import BuildConfig, output_prefixes, parse_split
@@ -44,7 +42,6 @@ from data_utils.build.workers import (
 from data_utils.common.errors import DataError
 from data_utils.common.memory import return_freed_memory
 from data_utils.common.progress import progress_bar
-from data_utils.common.untrusted import conform
 from data_utils.corpus.documents import (
     MAX_EXAMPLES,
     RecordCounts,
@@ -57,7 +54,7 @@ from data_utils.corpus.inputs import expand_inputs
 from data_utils.corpus.mentions import KEPT
 from data_utils.corpus.stored_files import InputFile, stored_bytes
 from data_utils.dataset.cleaning_record import cleaning_records
-from data_utils.dataset.manifest import ENTITIES, damaged, dataset_path, existing_files, read_manifest
+from data_utils.dataset.manifest import ENTITIES, existing_files
 from data_utils.dataset.sources import described_sources
 from data_utils.dataset.writer import IndexedDatasetWriter, remove_dataset, token_dtype
 from data_utils.storage.objects import StoredObject
@@ -102,8 +99,6 @@ def build_corpus(
             tokenizer.vocab_size, tokenizer.special.eos, tokenizer.fingerprint, tokenizer.config
         )
         job = ranks.on_first(lambda: _start(config, facts, tokenizer.encode_batch, stack, writers))
-        if isinstance(job, BuildReport):
-            return job
         if job.todo and job.annotation_reader is None and job.input_bytes >= FAST_FROM_CHARACTERS:
             tokenizer.use_fast_encoder()  # once, and not in each worker
         return_freed_memory()  # reading the tokenizer took twice the memory that it holds
@@ -117,11 +112,8 @@ def _start(
     encode_batch: Callable[[list[str]], tuple[np.ndarray, np.ndarray]],
     stack: ExitStack,
     writers: list[IndexedDatasetWriter],
-) -> Job | BuildReport:
-    """Check everything that can be checked before the work, and open the output.
-
-    Returns: a report instead of the work, if this build was stopped when only its directory was left to remove.
-    """
+) -> Job:
+    """Check everything that can be checked before the work, and open the output."""
     paths = expand_inputs(config.inputs)
     evaluation_paths = expand_inputs(config.evaluation_inputs) if config.evaluation_inputs else []
     check_text_key(config.text_key, [*paths, *evaluation_paths])
@@ -131,8 +123,8 @@ def _start(
     text_pairs = open_text_pairs(config, paths, encode_batch)
     prefixes = output_prefixes(config)
     directory = BuildDirectory(config.output)
-    may_be_ours = (directory.is_committing() or directory.is_built()) and not config.restart
     # A build that was killed while its datasets were put in place finds its own output there, and goes on.
+    may_be_ours = directory.is_committing() and not config.restart
     _refuse_existing(prefixes, paths, config.overwrite or may_be_ours)
     evaluation = None
     if config.evaluation_inputs:
@@ -142,17 +134,6 @@ def _start(
         writer = IndexedDatasetWriter(prefix, tokenizer.vocab_size, further)
         writers.append(stack.enter_context(writer))
     plan = _plan(config, tokenizer, paths, evaluation, annotation_reader, text_pairs)
-    # Killed after the datasets were in place: the plan beside them says whose they are. A manifest could not,
-    # since equal input gives equal bytes.
-    if directory.is_built():
-        has_manifests = all(dataset_path(prefix, ".json").exists() for prefix in prefixes)
-        is_ours = directory.was_built_as(plan) and has_manifests
-        if is_ours and not config.restart:
-            report = _report_from_manifests(prefixes)
-            directory.remove()
-            return report
-        _refuse_existing(prefixes, paths, config.overwrite)
-        directory.remove()
     stack.callback(_remove_if_nothing_is_finished, directory)
     directory.open(plan, config.restart)
     shards = plan_shards(paths, config.text_split, config.shard_bytes, _SHARD_FILES)
@@ -209,49 +190,6 @@ def _file_identities(paths: Iterable[InputFile]) -> list[list[Any]]:
         # Size and time instead of a checksum, which would read all input twice.
         identities.append([str(path), stat.st_size, stat.st_mtime_ns])
     return identities
-
-
-_Count = Annotated[int, Field(ge=0, lt=1 << 63)]
-
-
-class _Contamination(TypedDict):
-    documents: _Count
-    evaluation_texts: _Count
-    evaluation_texts_too_short: _Count
-    evaluation_texts_found: _Count
-    examples: list[str]
-
-
-class _Counts(TypedDict):
-    """Counts of the records that a build left out, as the manifest has them."""
-
-    bad_records: dict[str, _Count]
-    empty_documents: _Count
-    blank_lines: _Count
-    duplicates: NotRequired[_Count]
-    contamination: NotRequired[_Contamination]
-
-
-def _report_from_manifests(prefixes: Sequence[str]) -> BuildReport:
-    """The report of a build whose datasets are in place."""
-    manifests = {prefix: read_manifest(prefix) for prefix in prefixes}
-    try:
-        counts = conform(manifests[prefixes[0]], _Counts)
-    except ValueError as error:
-        raise damaged(prefixes[0], ".json", str(error)) from None
-    contamination = counts.get("contamination")
-    return BuildReport(
-        documents={prefix: manifest["num_documents"] for prefix, manifest in manifests.items()},
-        tokens={prefix: manifest["num_tokens"] for prefix, manifest in manifests.items()},
-        counts=RecordCounts(counts["bad_records"], [], counts["empty_documents"], counts["blank_lines"]),
-        text_bytes=0,
-        seconds=0.0,
-        shards=0,
-        finished_before=0,
-        built_text_bytes=0,
-        duplicates=counts.get("duplicates"),
-        contamination=dict(contamination) if contamination else None,
-    )
 
 
 def _remove_if_nothing_is_finished(directory: BuildDirectory) -> None:
@@ -479,8 +417,7 @@ def _commit(
         remove_dataset(writer.prefix)
     for writer, name in zip(writers, names, strict=True):
         writer.finish({**manifest, "split": {**manifest["split"], "name": name or None}})
-    directory.mark_built()
-    directory.remove()
+    directory.remove()  # of a command killed meanwhile the dataset is complete, and nothing goes on with the rest
 
 
 def _sources(paths: Sequence[InputFile]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
     PREFIX.build/plan.json       the inputs and options of the build; a build with others is refused
     PREFIX.build/shard-000017/   for each split its tokens, lengths (and others), and record.json
     PREFIX.build/committing      the dataset is complete on disk and is being renamed to the prefix
-    PREFIX.built                 the plan of a build whose dataset is in place; only PREFIX.build is still to be removed
 
 A shard is written under a unique name and renamed once all of it is on disk. So a shard that exists is complete, any
 process may die at any moment, and two processes may make the same shard.
@@ -58,7 +57,6 @@ class BuildDirectory:
 
     def __init__(self, prefix: str | Path) -> None:
         self.path = Path(f"{prefix}.build")
-        self._built = Path(f"{prefix}.built")
 
     def open(self, plan: Mapping[str, Any], restart: bool) -> None:
         """Start a build, or continue the one that was started with the same plan.
@@ -163,41 +161,21 @@ class BuildDirectory:
     def is_committing(self) -> bool:
         return (self.path / _COMMITTING).exists() and (self.path / _PLAN).exists()
 
-    def mark_built(self) -> None:
-        """The datasets are in place, and this directory is needed no more."""
-        with disk_errors(self.path):
-            # In one step: until now a build to go on with, then none.
-            os.replace(self.path / _PLAN, self._built)
-            sync_directory(self._built.parent)
-
-    def is_built(self) -> bool:
-        """Whether a build that put its datasets in place was stopped before it had removed its directory."""
-        return self._built.exists()
-
-    def was_built_as(self, plan: Mapping[str, Any]) -> bool:
-        """Whether the finished build had this plan."""
-        with disk_errors(self.path):
-            return _difference(_read_plan(self._built), _as_json_reads(plan)) is None
-
     def remove(self) -> None:
         """Remove the build. Raises DataError, removing nothing, if the directory holds anything else."""
         with disk_errors(self.path):
+            entries = list(self.path.iterdir()) if self.path.is_dir() else []
+            foreign = sorted(entry.name for entry in entries if not _BUILD_ENTRY.fullmatch(entry.name))
+            # Nothing is removed that a build did not write.
+            if foreign:
+                raise DataError(
+                    f"{self.path} is the build directory, but it contains {foreign[0]}, which is not part of a build; "
+                    "move that file away."
+                )
+            for name in (_PLAN, _COMMITTING):  # first: without them the rest is ignored
+                (self.path / name).unlink(missing_ok=True)
             if self.path.is_dir():
-                self._remove_directory()
-            self._built.unlink(missing_ok=True)  # last: it says that the rest is to be removed
-
-    def _remove_directory(self) -> None:
-        entries = list(self.path.iterdir())
-        foreign = sorted(entry.name for entry in entries if not _BUILD_ENTRY.fullmatch(entry.name))
-        # Nothing is removed that a build did not write.
-        if foreign:
-            raise DataError(
-                f"{self.path} is the build directory, but it contains {foreign[0]}, which is not part of a build; "
-                "move that file away."
-            )
-        for name in (_PLAN, _COMMITTING):  # first: without them the rest is ignored
-            (self.path / name).unlink(missing_ok=True)
-        remove_directory(self.path)
+                remove_directory(self.path)
 
 
 def _read_plan(path: Path) -> dict[str, Any] | None:

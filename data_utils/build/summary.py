@@ -99,7 +99,7 @@ class BuildReport:
     counts: RecordCounts
     text_bytes: int
     seconds: float
-    shards: int  # 0: the datasets were in place before
+    shards: int
     finished_before: int  # shards that an earlier, stopped run had finished
     built_text_bytes: int  # text of the others
     duplicates: int | None  # documents left out; None: not looked for
@@ -111,8 +111,6 @@ class BuildReport:
     def lines(self) -> Iterator[str]:
         speed = self.built_text_bytes / 1e6 / max(self.seconds, 1e-9)
         work = f"from {self.text_bytes / 1e6:,.1f} MB of text in {self.seconds:,.1f} s ({speed:,.1f} MB/s)"
-        if not self.shards:
-            work = "already built; the leftovers of the stopped build are removed"
         yield f"{sum(self.documents.values()):,} documents, {sum(self.tokens.values()):,} tokens {work}"
         if self.finished_before:
             yield f"  {self.finished_before:,} of {self.shards:,} shards were finished by an earlier run"

@@ -3,7 +3,7 @@
 A record of the dataset is 2 + negatives consecutive documents: query, positive, negatives. So record i is documents
 (2 + negatives) i to (2 + negatives) (i + 1) - 1, and needs no index of its own. A record with fewer negatives has empty
 documents at its end; of one with more, the last are left out and counted. One with several positives becomes several
-records. Labelled pairs (pairs.py), whose two texts are one document with a class, are something else.
+records. Labelled pairs (labelled_pairs.py), whose two texts are one document with a class, are something else.
 
 A prompt stands before a text before both become tokens. Beside each document is a hash of its text, without the prompt,
 by which equal texts of a batch are found; beside each record its score, if the input has scores. Texts have no eos.

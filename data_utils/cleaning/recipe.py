@@ -25,7 +25,6 @@ from data_utils.common.settings import (
 )
 
 FOLDER = "cleaning"  # of the project's own recipes, below configs/
-MAX_HASHES = 10_000  # of a text; each takes 8 bytes for every n-gram of the text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,26 +50,6 @@ class GopherQuality:
     stop_words: tuple[str, ...] = setting(
         ("the", "be", "to", "of", "and", "that", "have", "with"), "the stop words"
     )
-
-    def __post_init__(self) -> None:
-        """Raise SettingsError for thresholds by which no document stays."""
-        problems = {}
-        for name, fewest, most in (
-            ("doc_words", self.min_doc_words, self.max_doc_words),
-            ("avg_word_length", self.min_avg_word_length, self.max_avg_word_length),
-        ):
-            if fewest is not None and most is not None and fewest > most:
-                problems[f"filters.gopher_quality.min_{name}"] = (
-                    f"filters.gopher_quality.min_{name} is {shown(fewest)} and max_{name} {shown(most)}, between which "
-                    "nothing lies; lower the first, or set one of them to null."
-                )
-        if (fewest := self.min_stop_words) is not None and fewest > (count := len(set(self.stop_words))):
-            problems["filters.gopher_quality.min_stop_words"] = (
-                f"filters.gopher_quality.min_stop_words is {fewest}, but stop_words has {count} different words; list "
-                "more, lower it, or set it to null."
-            )
-        if problems:
-            raise SettingsError(problems, "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,15 +133,9 @@ class NearDuplicates:
     """MinHash: the defaults are FineWeb's. A pair of Jaccard similarity s is found with 1 - (1 - s^rows)^bands."""
 
     n_grams: int = setting(5, "words of an n-gram", at_least=1, at_most=100)
-    num_buckets: int = setting(14, "bands", at_least=1, at_most=1000)
-    hashes_per_bucket: int = setting(8, "rows: hashes of a band", at_least=1, at_most=1000)
-
-    def __post_init__(self) -> None:
-        if (hashes := self.num_buckets * self.hashes_per_bucket) > MAX_HASHES:
-            sentence = (
-                f"near_duplicates.num_buckets x hashes_per_bucket is {hashes:,}; at most {MAX_HASHES:,}."
-            )
-            raise SettingsError({"near_duplicates.num_buckets": sentence}, "")
+    # Each hash of a text takes 8 bytes for every n-gram of the text.
+    num_buckets: int = setting(14, "bands", at_least=1, at_most=100)
+    hashes_per_bucket: int = setting(8, "rows: hashes of a band", at_least=1, at_most=100)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +155,22 @@ class Recipe:
     )
 
     def __post_init__(self) -> None:
-        if problems := _mistakes(self.keep, self.words, self.language, self.fields):
+        problems = {}
+        if self.keep is not None:
+            try:
+                Keep(self.keep)
+            except ValueError as error:
+                problems["keep"] = f"keep is {shown(self.keep)}, but {error}."
+        if self.words == "spaces" and self.language != "en":
+            problems["language"] = (
+                f"language is {shown(self.language)}, but words are cut at spaces in every language; set words: spacy, "
+                "or remove language."
+            )
+        if "text" in self.fields or len(set(self.fields)) < len(self.fields):
+            problems["fields"] = (
+                f"fields is {shown(list(self.fields))}; name each once, without text, which is always written."
+            )
+        if problems:
             raise SettingsError(problems, "")
 
     @property
@@ -195,28 +183,6 @@ class Recipe:
     def is_empty(self) -> bool:
         """Whether it removes nothing by itself."""
         return not (self.keep or self.filters.chosen or self.exact_duplicates or self.near_duplicates)
-
-
-def _mistakes(keep: Any, words: Any, language: Any, fields: Any) -> dict[str, str]:
-    """What the ranges of the settings do not say: key -> a sentence. Values of a wrong type have their own sentence."""
-    problems = {}
-    if isinstance(keep, str):
-        try:
-            Keep(keep)
-        except ValueError as error:
-            problems["keep"] = f"keep is {shown(keep)}, but {error}."
-    if words == "spaces" and isinstance(language, str) and language != "en":
-        problems["language"] = (
-            f"language is {shown(language)}, but words are cut at spaces in every language; set words: spacy, or "
-            "remove language."
-        )
-    if isinstance(fields, (list, tuple)) and (
-        "text" in fields or any(fields.count(name) > 1 for name in fields)
-    ):
-        problems["fields"] = (
-            f"fields is {shown(list(fields))}; name each once, without text, which is always written."
-        )
-    return problems
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,18 +206,13 @@ def read_recipe(path: str | Path) -> RecipeFile:
             f"the recipe {found} is a pipe, which can be read only once, so its SHA-256 would be wrong; save it to a "
             "file."
         )
-    tree = _with_defaults(load_yaml(found))
     try:
-        recipe = build(Recipe, tree)
+        recipe = build(Recipe, _with_defaults(load_yaml(found)))
     except SettingsError as error:
         lines = setting_lines(found)
-        # The machinery stops at the first section that is wrong; what it did not reach is named with it.
-        own = _mistakes(
-            tree.get("keep"), tree.get("words", "spaces"), tree.get("language"), tree.get("fields")
-        )
         sentences = (
             f"{found}:{lines[key]}: {sentence}" if key in lines else f"{found}: {sentence}"
-            for key, sentence in {**own, **error.problems}.items()
+            for key, sentence in error.problems.items()
         )
         raise ConfigError(
             " ".join(filter(None, [error.rest and f"{found}: {error.rest}", *sentences]))

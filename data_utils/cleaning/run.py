@@ -124,9 +124,6 @@ def clean_corpus(
     with disk_errors(output), locked(output):
         inputs = _read_inputs(config, work, absolute=execution.executor == "ray")
         plan = _plan(config, inputs)
-        report = _finished_before(output, work, plan)
-        if report is not None:
-            return report
         require_new_directory(output)
         report = _run_stages(config, execution, inputs, plan, work, say)
         report_bytes = json.dumps(report, indent=1, ensure_ascii=False).encode() + b"\n"
@@ -193,7 +190,7 @@ def _is_utf8(name: str) -> bool:
 
 
 def _remove(work: Path) -> None:
-    """Remove the work, the plan last: with it, a command that is killed meanwhile can be repeated.
+    """Remove the work, the plan last: with it, a command that discards work and is killed can be repeated.
 
     The logs go first: their marks of finished tasks would else stand for files that are gone.
     """
@@ -270,15 +267,6 @@ def _identity(path: InputFile) -> list[Any]:
     with read_errors(path):
         state = path.stat()
     return [str(path.absolute()), state.st_size, state.st_mtime_ns]
-
-
-def _finished_before(output: Path, work: Path, plan: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The report of a run that was killed when its output was in place and only its work was left to remove."""
-    if (work / "output").exists() or not (output / FILE).exists() or _read_plan(work) != plan:
-        return None
-    report = parse_json(read_bounded(output / "report.json", _MAX_BYTES))
-    _remove(work)
-    return report
 
 
 def _read_plan(work: Path) -> Any:

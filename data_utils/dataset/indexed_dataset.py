@@ -18,8 +18,7 @@ another program the tokenizer is not known, and a document may have several sequ
 joined when the dataset opens: lengths and pointers of documents, 12 bytes each, follow from the document boundaries.
 
 Tokens are read at random, so the kernel is advised not to read ahead. `prefetch` announces reads, so that a cold disk
-serves many at once. Where mapping is refused, as on some network file systems, tokens are read by position and the
-index is held in memory.
+serves many at once.
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ from data_utils.dataset.manifest import (
     require_local,
     tokenizer_name,
 )
-from data_utils.dataset.unmapped import FileTokens
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +58,6 @@ MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document boundaries
 INDEX_VERSION = 1
 DTYPE_CODES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-_NO_TOKENS = {6: "float64", 7: "float32"}
-_OLDER_MAGIC = b"TNTIDX\x00\x00"  # of fairseq's index, which Megatron's "lazy" and "cached" datasets have
 CHUNK = 1 << 20
 _OPEN_CHECKS = 64  # neighbouring pointers compared at every open
 
@@ -95,16 +91,9 @@ def read_header(prefix: str | Path) -> tuple[np.dtype, int, int]:
     path = dataset_path(prefix, ".idx")
     with open(path, "rb") as file:
         header = file.read(HEADER.size)
-    if header.startswith(_OLDER_MAGIC):
-        raise DataError(
-            f"dataset {prefix}: {path} has Megatron's older format (lazy or cached); write it again as mmap "
-            "(--dataset-impl)."
-        )
     if len(header) < HEADER.size or not header.startswith(MAGIC):
         raise damaged(prefix, ".idx", "does not start with the Megatron-LM index magic")
     _, version, code, num_sequences, num_boundaries = HEADER.unpack(header)
-    if code in _NO_TOKENS:
-        raise damaged(prefix, ".idx", f"has dtype code {code}, which means {_NO_TOKENS[code]}, not token ids")
     if version != INDEX_VERSION or code not in DTYPE_CODES:
         raise damaged(prefix, ".idx", f"has version {version} and dtype code {code}, which are not supported")
     # A damaged count such as 2^60 would fail as an allocation.
@@ -137,7 +126,7 @@ class IndexedDataset:
         manifest: of files whose manifest is not yet written; None: it is read.
     Attributes:
         num_documents, num_tokens: counts.
-        tokens: [num_tokens], memory-mapped, the stored dtype; a `FileTokens` where mapping is refused.
+        tokens: [num_tokens], memory-mapped, the stored dtype.
         pointers: int64 [num_documents], memory-mapped (of joined sequences in memory): byte position of each document
             in the .bin file.
         lengths: int32 [num_documents], memory-mapped like pointers: tokens of each document.
@@ -165,11 +154,6 @@ class IndexedDataset:
         self.dtype, self.num_documents, num_boundaries = read_header(prefix)
         self.num_tokens = sizes[".bin"] // self.dtype.itemsize
         expected = HEADER.size + 12 * self.num_documents + 8 * num_boundaries
-        # Megatron-LM's multimodal index has one byte for each sequence, its mode, after the boundaries.
-        if self.num_documents and sizes[".idx"] == expected + self.num_documents:
-            raise DataError(
-                f"dataset {prefix} is multimodal (its index stores sequence modes); give a text dataset."
-            )
         if sizes[".idx"] != expected:
             raise self.damaged(".idx", f"has {sizes['.idx']} bytes, but its header requires {expected}")
         if not self.num_documents or not self.num_tokens:
@@ -191,9 +175,8 @@ class IndexedDataset:
         self._joined = self.manifest.get("num_sequences") is not None
         if self._joined:
             self._join_sequences(num_boundaries, sizes[".bin"])
-        if self._index_map is not None:
-            # Unmap what the checks read; it stays in the page cache.
-            self._index_map.madvise(mmap.MADV_DONTNEED)
+        # Unmap what the checks read; it stays in the page cache.
+        self._index_map.madvise(mmap.MADV_DONTNEED)
         self._check_manifest_counts()
 
     def __reduce__(self) -> tuple[type, tuple[Path]]:
@@ -256,27 +239,25 @@ class IndexedDataset:
             if at is not None:
                 raise self.damaged(suffix, damage_at(at))
 
-    def _map(self, suffix: str) -> mmap.mmap | None:
-        """The memory map of a file; None where mapping is refused. It lives as long as an array uses it."""
-        with open(dataset_path(self.prefix, suffix), "rb") as file:
+    def _map(self, suffix: str) -> mmap.mmap:
+        """The memory map of a file, which lives as long as an array uses it."""
+        path = dataset_path(self.prefix, suffix)
+        with open(path, "rb") as file:
             try:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                mapped.madvise(self._advice)
-            except OSError as error:
-                logger.warning(
-                    "%s cannot be memory-mapped (%s); it is read into memory instead",
-                    dataset_path(self.prefix, suffix),
-                    error,
-                )
-                return None
+            except OSError as error:  # as on some network file systems
+                raise DataError(
+                    f"{path} cannot be memory-mapped ({error.strerror}); copy the dataset to another file system, such "
+                    "as a local disk."
+                ) from None
+        mapped.madvise(self._advice)
         return mapped
 
     def _open_tokens(self, suffix: str, dtype: np.dtype) -> Any:
-        """A file with an element for each token, memory-mapped if possible."""
-        if (mapped := self._map(suffix)) is not None:
-            self._maps.append((mapped, dtype.itemsize))
-            return np.frombuffer(mapped, dtype)
-        return FileTokens(dataset_path(self.prefix, suffix), dtype, self.num_tokens)
+        """Map a file with an element for each token."""
+        mapped = self._map(suffix)
+        self._maps.append((mapped, dtype.itemsize))
+        return np.frombuffer(mapped, dtype)
 
     def _check_further_sizes(self, sizes: Mapping[str, int]) -> None:
         records = self.num_documents // documents_per_record(self.manifest)
@@ -290,21 +271,14 @@ class IndexedDataset:
         """Map a file with an element for each document or record; None: the dataset has none."""
         if suffix not in self.manifest["files"]:
             return None
-        dtype = np.dtype(FURTHER[suffix][1])
-        if (mapped := self._map(suffix)) is None:
-            return np.fromfile(dataset_path(self.prefix, suffix), dtype)
-        return np.frombuffer(mapped, dtype)
+        return np.frombuffer(self._map(suffix), FURTHER[suffix][1])
 
     def _open_index(self) -> tuple[np.ndarray, np.ndarray]:
         """Map the index. Returns: lengths and byte pointers of the documents."""
         self._index_map = mapped = self._map(".idx")
-        if mapped is not None:
-            with contextlib.suppress(OSError):  # a kernel without huge pages
-                mapped.madvise(mmap.MADV_NOHUGEPAGE)  # otherwise each page that is read takes 2 MiB
-        path, count, start = dataset_path(self.prefix, ".idx"), self.num_documents, HEADER.size
-        if mapped is None:
-            lengths = np.fromfile(path, "<i4", count, offset=start)
-            return lengths, np.fromfile(path, "<i8", count, offset=start + 4 * count)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            mapped.madvise(mmap.MADV_NOHUGEPAGE)  # otherwise each page that is read takes 2 MiB
+        count, start = self.num_documents, HEADER.size
         lengths = np.frombuffer(mapped, "<i4", count, start)
         return lengths, np.frombuffer(mapped, "<i8", count, start + 4 * count)
 

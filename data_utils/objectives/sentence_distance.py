@@ -1,8 +1,8 @@
 """Sentence distance, along with masked words: how far apart were two texts?
 
 CLS predicts one of three classes: 0, B follows A; 1, both are of one document and text between them is left out; 2, B
-is of another document, with which it was exchanged (pairs.py). Texts are cut at ends of sentences. A document that is
-alone in its window has no class 2, one without two places to cut at no class 1.
+is of another document, with which it was exchanged (cut_pairs.py). Texts are cut at ends of sentences. A document that
+is alone in its window has no class 2, one without two places to cut at no class 1.
 
 Source: ERNIE 2.0, arXiv:1907.12412, section 4.2.2.
 """

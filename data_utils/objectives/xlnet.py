@@ -2,7 +2,7 @@
 
 The text is cut in two halves, each with its own order; the second half sees all of the first. The second half is two
 texts, `A [SEP] B [SEP] [CLS]`; B continues A, or with probability 1/2 is exchanged for the B of another chunk of the
-window (pairs.py). In each half 1/6 of the tokens are targets (K = 6), chosen as n-grams of up to 5 tokens, n with
+window (cut_pairs.py). In each half 1/6 of the tokens are targets (K = 6), chosen as n-grams of up to 5 tokens, n with
 probability ~ 1/n, in windows of K n tokens.
 
 The other tokens come first in the order, and the targets follow in random order. SEP and CLS have random ranks among

@@ -245,6 +245,9 @@ def test_a_killed_command_continues_and_ends_with_the_same_output(raw):
         assert command.result().returncode == -signal.SIGKILL
         # Workers hold the lock until they have noticed: nothing may write while they still do.
         wait_until(partial(is_free, raw / ".out.megatron_lite_lock"), what="the workers have ended")
+        if (raw / "out").exists():  # the kill came when only the work was left to remove
+            shutil.rmtree(raw / "out.cleaning", ignore_errors=True)
+            break
     assert kills >= 2
     assert run(raw, *options[4:], "--output", "straight").returncode == 0
     assert tree(raw / "out") == tree(raw / "straight")

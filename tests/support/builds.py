@@ -27,12 +27,8 @@ def build(path, output, tokenizer=ByteTokenizer, **options):
 
 
 def outputs(directory):
-    """The finished files, without the working directory, partial files and the plan of a build that is in place."""
-    return {
-        name: data
-        for name, data in files_only(directory).items()
-        if not name.endswith((".partial", ".built"))
-    }
+    """The finished files, without the working directory and partial files."""
+    return {name: data for name, data in files_only(directory).items() if not name.endswith(".partial")}
 
 
 def files_only(directory):

@@ -99,7 +99,7 @@ def test_the_split_depends_on_the_text_alone(text):
 
 
 def test_the_seed_of_no_split_is_refused():
-    with pytest.raises(ConfigError, match="--split-seed 7 is given without --split, which it is for"):
+    with pytest.raises(ConfigError, match="--split-seed is given without --split, which it is for"):
         BuildConfig(inputs=["x"], output="x", split_seed=7)
 
 

@@ -180,7 +180,10 @@ def test_bad_files_of_names_are_refused(tmp_path, content, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"second_key": "b"}, "--second-key is given without --labels; give both or neither"),
+        (
+            {"second_key": "b"},
+            "--second-key is given without --labels, which it is for; give both or neither",
+        ),
         ({"labels": "f"}, "--labels is given without --second-key"),
         ({"second_key": "text", "labels": "f"}, "--second-key and --text-key are both 'text'"),
         (

@@ -20,6 +20,7 @@ from datatrove.utils.hashing import HashConfig, create_hash_func
 from datatrove.utils.text import ngrams, simplify_text
 from support import cleaning
 from support.project import ROOT
+from support.selection import slow_but
 
 from data_utils.cleaning.filters import SpaceWords
 
@@ -141,7 +142,7 @@ def families():
     return texts
 
 
-@pytest.mark.parametrize("tasks", [1, 2, 4])
+@pytest.mark.parametrize("tasks", slow_but([2], [1, 2, 4]))
 def test_survivors_equal_datatroves_example_for_any_number_of_tasks(tmp_path, families, tasks):
     cleaning.write_lines(tmp_path / "raw.jsonl", families)
     options = ["--input", "raw.jsonl", "--tasks", tasks, "--workers", tasks]
@@ -243,7 +244,9 @@ SENTENCES = {"filters": {"c4": {"split_paragraph": False, "min_num_sentences": 2
 
 
 @pytest.mark.parametrize(
-    "recipe", [*sorted(path.stem for path in RECIPES.glob("*.yaml")), SENTENCES], ids=str
+    "recipe",
+    slow_but(["fineweb", SENTENCES], [*sorted(path.stem for path in RECIPES.glob("*.yaml")), SENTENCES]),
+    ids=str,
 )
 def test_every_byte_that_came_in_is_kept_or_counted_by_a_rule(tmp_path, recipe):
     """Also after each step. The bytes of input and output are counted here, from their files."""

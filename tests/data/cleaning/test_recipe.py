@@ -166,8 +166,8 @@ def test_shipped_recipes_are_read_by_name(name):
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("filters:\n  c4: {min_num_sentences: 0}\n  gopher: {}\nkeep: x\n",
-         [":2: filters.c4.min_num_sentences is 0", ":3: unknown setting filters.gopher", ":4: keep is 'x'"]),
+        ("filters:\n  c4: {min_num_sentences: 0}\n  gopher: {}\n",
+         [":2: filters.c4.min_num_sentences is 0", ":3: unknown setting filters.gopher"]),
         ("language: de\nfields: [text]\nkeep: 'a =='\n", [":1: language", ":2: fields", ":3: keep"]),
         ("near_duplicates: true\n", [":1: near_duplicates"]),
         ("words: letters\ncontaminated: maybe\n", [":1: words", ":2: contaminated"]),
@@ -175,12 +175,7 @@ def test_shipped_recipes_are_read_by_name(name):
         ("filters:\n  c4_paragraphs:\n    lines: 3\n",
          [":3: unknown setting filters.c4_paragraphs.lines; valid keys here are none"]),
         ("near_duplicates: {num_buckets: 0, rows: 3}\n", [":1: near_duplicates.num_buckets", "near_duplicates.rows"]),
-        ("near_duplicates:\n  num_buckets: 1000\n  hashes_per_bucket: 1000\n", [":2: near_duplicates.num_buckets x"]),
-        ("filters:\n  gopher_quality:\n    min_doc_words: 9\n    max_doc_words: 8\n    min_avg_word_length: 11\n"
-         "    stop_words: [a, a]\n",
-         [":3: filters.gopher_quality.min_doc_words is 9 and", ":5: filters.gopher_quality.min_avg_word_length is 11",
-          "min_stop_words is 2"]),
-        ("filters:\n  gopher_quality: {min_stop_words: 1, stop_words: []}\n", [":2: filters.gopher_quality.min_stop"]),
+        ("near_duplicates:\n  num_buckets: 101\n", [":2: near_duplicates.num_buckets is 101"]),
         ("a: [\n", [":2 is not valid YAML"]),
         ("- c4\n", ["must hold a mapping"]),
         ("keep: !!python/object/apply:os.system [true]\n", [":1 is not valid YAML"]),

@@ -52,7 +52,7 @@ def as_files(directory, stem):
     ("overwrite", "change"),
     [
         (False, record_and_kill),
-        (True, fill_disk),
+        pytest.param(True, fill_disk, marks=pytest.mark.slow),
         pytest.param(False, fill_disk, marks=pytest.mark.slow),
         pytest.param(True, record_and_kill, marks=pytest.mark.slow),
     ],
@@ -87,7 +87,7 @@ def test_a_merge_that_is_killed_or_finds_the_disk_full_is_done_by_the_same_comma
     assert at_every_operation(change, merge, before, after) > 12
 
 
-@pytest.mark.parametrize("change", [record_and_kill, fill_disk])
+@pytest.mark.parametrize("change", [pytest.param(record_and_kill, marks=pytest.mark.slow), fill_disk])
 def test_an_adoption_that_is_killed_or_finds_the_disk_full_is_done_by_the_same_command(tmp_path, change):
     build(tmp_path / "d", [[1, 2], [3]])
     (tmp_path / "d.json").unlink()

@@ -90,10 +90,7 @@ ORDINARY = [" ".join([*PROSE] * 6)] * 8
 
 ALWAYS = {
     "blank_infilling",
-    "masked_lm",
     "t5",
-    "bart",
-    "xlnet",
     "optimus",
 }  # each compiles its loop, for seconds
 

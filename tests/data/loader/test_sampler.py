@@ -8,7 +8,6 @@ from numba import njit
 
 from data_utils.common.errors import ConfigError
 from data_utils.dataset.indexed_dataset import IndexedDataset
-from data_utils.dataset.unmapped import FileTokens
 from data_utils.dataset.writer import IndexedDatasetWriter
 from data_utils.loader.sampler import WindowIndex, _first_document, derive_key, permute, unpermute
 
@@ -193,18 +192,6 @@ def test_lengths_are_checked(tmp_path):
     for window_length, overhead in ((0, 0), (2, 2), (5, -1)):
         with pytest.raises(ConfigError, match="window_length"):
             WindowIndex(dataset, window_length, overhead)
-
-
-def test_files_that_cannot_be_mapped_give_the_same_samples(tmp_path, monkeypatch):
-    dataset = make_dataset(tmp_path / "d", [3, 50, 1, 1, 20, 7])
-    windows = np.array([4, 0, 2, 2, 8])
-    expected = WindowIndex(dataset, 10, 1).gather(windows)
-    monkeypatch.setattr(IndexedDataset, "_map", lambda dataset, suffix: None)
-    index = WindowIndex(IndexedDataset(tmp_path / "d"), 10, 1)
-    index.prefetch(windows)
-    assert isinstance(index.dataset.tokens, FileTokens)
-    for array, same in zip(index.gather(windows), expected, strict=True):
-        assert array.tolist() == same.tolist()
 
 
 @given(DOCUMENT_LENGTHS, st.integers(1, 50), st.integers(0, 4))

@@ -16,7 +16,6 @@ from data_utils.build.corpus import BuildConfig, build_corpus
 from data_utils.common.batch_fields import Example
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.dataset.indexed_dataset import IndexedDataset
-from data_utils.dataset.unmapped import FileTokens
 from data_utils.dataset.writer import IndexedDatasetWriter
 from data_utils.loader import sentences
 from data_utils.loader.config import CorpusConfig, DataConfig, PhaseSamples
@@ -146,21 +145,6 @@ def test_mixed_corpora_keep_their_positions(tmp_path):
     assert set(corpora) == {0, 1}
     expected = [rows_of(indexes[c], np.array([w]))[0] for c, w in zip(corpora, windows, strict=True)]
     assert texts_of(mixture.fetch(numbers)) == expected
-
-
-def test_files_that_cannot_be_mapped_give_the_same_rows(tmp_path, monkeypatch):
-    lengths = [3, 9, 1, 0, 8, 5, 2]
-    dataset_of(tmp_path / "e", lengths), dataset_of(tmp_path / "d", lengths[::-1], 5000)
-
-    def index():
-        encoders, decoders = IndexedDataset(tmp_path / "e"), IndexedDataset(tmp_path / "d")
-        return SentenceIndex(encoders, LONGEST, OVERHEAD, 30, decoders)
-
-    mapped = rows_of(index())
-    monkeypatch.setattr(IndexedDataset, "_map", lambda dataset, suffix: None)
-    read = index()
-    read.prefetch(np.array([0]))
-    assert isinstance(read.dataset.tokens, FileTokens) and rows_of(read) == mapped
 
 
 def test_an_index_pickles_without_its_data(tmp_path):

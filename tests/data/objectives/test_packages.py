@@ -151,7 +151,9 @@ def test_ranks_compare_the_versions_of_packages(monkeypatch):
     ("text", "message"),
     [
         ("\n\n@register  # comment\nclass Own(RowObjective)\n    pass\n", r"own.py, line 4: "),
-        (source("own", 3), "the losses causal (3) and own (3) have the same number"),
+        pytest.param(
+            source("own", 3), "the losses causal (3) and own (3) have the same number", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_mistake_in_a_file_of_ours_is_one_line_everywhere(tmp_path, text, message):

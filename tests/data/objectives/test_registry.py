@@ -14,6 +14,7 @@ import pytest
 import yaml
 from support.project import ROOT, copied_project
 from support.recipes import RECIPES, SPECIAL, make, vocabulary
+from support.selection import slow_but
 
 from data_utils.common.batch_fields import DOC, WEIGHTS
 from data_utils.common.errors import ConfigError
@@ -111,8 +112,8 @@ print(*(name.rpartition(".")[2] for name in sys.modules if name.startswith("data
 @pytest.mark.parametrize(
     ("tree", "expected"),
     [
-        ({}, {"blank_infilling"}),
-        ({"objectives": {"t5": 1, "causal": 2}}, {"t5", "causal"}),
+        pytest.param({}, {"blank_infilling"}, marks=pytest.mark.slow),
+        pytest.param({"objectives": {"t5": 1, "causal": 2}}, {"t5", "causal"}, marks=pytest.mark.slow),
         ({"objectives": {"causal": 1}, "xlnet": {"tokens_per_target": 5}}, {"causal", "xlnet"}),
     ],
 )
@@ -138,9 +139,13 @@ MORE_SHARES = [
 
 
 @pytest.mark.parametrize(
-    ("name", "config"), [*((name, {}) for name in OBJECTIVES), *((r.name, r.config) for r in RECIPES.values()),
-                         *MORE_SHARES],
-)  # fmt: skip
+    ("name", "config"),
+    slow_but(
+        [(name, {}) for name in OBJECTIVES],
+        [*((name, {}) for name in OBJECTIVES), *((r.name, r.config) for r in RECIPES.values()), *MORE_SHARES],
+        of_several_names=True,
+    ),
+)
 def test_the_share_of_rows_with_loss_matches_drawn_rows(name, config):
     """Within 4 % of itself: ends of texts, and for mixtures the noise of 3000 samples. 8 % with whole sentences, where
     'at least' the ratio that is asked for is 6 % more."""

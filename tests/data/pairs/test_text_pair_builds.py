@@ -103,7 +103,10 @@ def test_every_format_gives_the_same_dataset(tmp_path, name):
     assert IndexedDataset(lines).scores.tolist() == [record["score"] for record in RECORDS]
 
 
-@pytest.mark.parametrize("options", [{"split": "a=0.5,b=0.5"}, {"deduplicate": True, "split": ""}])
+@pytest.mark.parametrize(
+    "options",
+    [{"split": "a=0.5,b=0.5"}, pytest.param({"deduplicate": True, "split": ""}, marks=pytest.mark.slow)],
+)
 def test_bytes_are_equal_for_any_workers_and_shards(tmp_path, options):
     records = [*RECORDS, *RECORDS[:20]]
     path, found = write(tmp_path / "pairs.jsonl", records), []

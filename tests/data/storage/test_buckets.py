@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pyarrow.fs
 import pytest
 from support.byte_tokenizer import ByteTokenizer
+from support.selection import slow_but
 from support.stored_corpora import NAMES, build, corpus_files, dataset_bytes, lines, write_files
 from support.stores import relaying
 
@@ -17,7 +18,7 @@ from data_utils.corpus.inputs import expand_inputs
 from data_utils.storage import buckets
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", slow_but([2], [0, 2]))
 def test_a_build_from_a_bucket_has_the_bytes_of_local_files(tmp_path, bucket, workers):
     files = corpus_files()
     expected = build(write_files(tmp_path / "raw", files), tmp_path / "local")
@@ -170,7 +171,9 @@ def test_a_stopped_build_goes_on_with_the_same_object_alone(tmp_path, bucket, is
         ((404, "NoSuchBucket"), "there is no bucket corpora"),
     ],
 )
-@pytest.mark.parametrize("url", ["s3://corpora/a.jsonl", "s3://corpora/a/*.jsonl"])
+@pytest.mark.parametrize(
+    "url", slow_but(["s3://corpora/a/*.jsonl"], ["s3://corpora/a.jsonl", "s3://corpora/a/*.jsonl"])
+)
 def test_refusals_are_one_line_that_names_what_to_set(monkeypatch, answer, words, url):
     with relaying(0, answer=answer) as relay:
         monkeypatch.setenv("AWS_ENDPOINT_URL", relay.url)

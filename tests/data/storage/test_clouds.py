@@ -52,6 +52,7 @@ def test_a_build_has_the_bytes_of_local_files(tmp_path, cloud, monkeypatch):
         assert last - first < 70_000
 
 
+@pytest.mark.slow
 def test_cleaning_has_the_output_of_local_files(tmp_path, cloud):
     files = {"a.jsonl": lines("a", 30) + lines("a", 40), "b.jsonl.gz": gzip.compress(lines("b", 20))}
     write_files(tmp_path / "raw", files)

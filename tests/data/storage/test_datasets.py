@@ -195,11 +195,13 @@ def test_a_stopped_push_opens_to_nobody(tmp_path, dataset, bucket):
     ("arguments", "words"),
     [
         (("push", "d", "https://host/d"), "no bucket"),
-        (("push", "d", "s3://"), "s3:// names no bucket; write s3://BUCKET/NAME"),
-        (("push", "d", "hf://datasets/org/d"), "hf upload"),
+        pytest.param(
+            ("push", "d", "s3://"), "s3:// names no bucket; write s3://BUCKET/NAME", marks=pytest.mark.slow
+        ),
+        pytest.param(("push", "d", "hf://datasets/org/d"), "hf upload", marks=pytest.mark.slow),
         (("push", "d", "s3://key:CANARY@b/d"), "AWS_ACCESS_KEY_ID|environment"),
-        (("push", "d", "elsewhere"), "no bucket"),
-        (("stats", "s3://b/d"), "download its"),
+        pytest.param(("push", "d", "elsewhere"), "no bucket", marks=pytest.mark.slow),
+        pytest.param(("stats", "s3://b/d"), "download its", marks=pytest.mark.slow),
         (("merge", "s3://b/d", "--output", "e"), "download its"),
     ],
 )

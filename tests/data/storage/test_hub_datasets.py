@@ -54,7 +54,7 @@ def hub():
         yield server, files
 
 
-@pytest.mark.parametrize(("workers", "cuts"), [(0, 0.6), (2, 0.0)])
+@pytest.mark.parametrize(("workers", "cuts"), [(0, 0.6), pytest.param(2, 0.0, marks=pytest.mark.slow)])
 def test_a_build_from_the_hub_has_the_bytes_of_local_files(tmp_path, hub, workers, cuts):
     server, files = hub
     expected = build(write_files(tmp_path / "raw", files), tmp_path / "local")
@@ -72,10 +72,10 @@ def test_a_build_from_the_hub_has_the_bytes_of_local_files(tmp_path, hub, worker
     ("url", "words"),
     [
         ("hf://datasets/org/texts", "README.md has an unknown suffix"),
-        ("hf://datasets/org/none/**", "none of this name"),
-        ("hf://datasets/org/texts@other/**", "has no revision other"),
-        ("hf://datasets/org/texts/data/*.jsonl.xz", "names no object"),
-        ("hf://org/texts/data/*", "is no dataset of the hub"),
+        pytest.param("hf://datasets/org/none/**", "none of this name", marks=pytest.mark.slow),
+        pytest.param("hf://datasets/org/texts@other/**", "has no revision other", marks=pytest.mark.slow),
+        pytest.param("hf://datasets/org/texts/data/*.jsonl.xz", "names no object", marks=pytest.mark.slow),
+        pytest.param("hf://org/texts/data/*", "is no dataset of the hub", marks=pytest.mark.slow),
         ("hf://datasets/org/texts/data/a.jsonl", "set HF_TOKEN"),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 from support.builds import finished_shards
 from support.byte_tokenizer import ByteTokenizer
 from support.project import ROOT
+from support.selection import slow_but
 from support.stored_corpora import NAMES, build, corpus_files, dataset_bytes, lines, write_files
 from support.stores import serving
 from support.waiting import wait_until
@@ -34,7 +35,7 @@ def served(files):
     return {f"/{name}": content for name, content in files.items()}
 
 
-@pytest.mark.parametrize("range_bytes", [7_000, 8 << 20])
+@pytest.mark.parametrize("range_bytes", slow_but([7_000], [7_000, 8 << 20]))
 def test_all_formats_give_the_bytes_of_local_files_under_cuts(tmp_path, files, monkeypatch, range_bytes):
     monkeypatch.setattr(objects, "RANGE_BYTES", range_bytes)
     monkeypatch.setattr(objects, "_SMALLEST_RANGE", 1000)
@@ -47,7 +48,7 @@ def test_all_formats_give_the_bytes_of_local_files_under_cuts(tmp_path, files, m
         assert last - first < range_bytes
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("workers", slow_but([2], [1, 2, 4]))
 def test_any_number_of_workers(tmp_path, files, workers):
     expected = build(write_files(tmp_path / "raw", files), tmp_path / "local")
     with serving(served(files), cuts=0.85, seed=workers) as server:

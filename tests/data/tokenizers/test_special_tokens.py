@@ -133,7 +133,7 @@ ROBERTA_TEXT = "The fox <s> <|endoftext|> </s>"
 
 
 @pytest.mark.parametrize("kind", ["hf_json", "gpt2_bpe"])
-@pytest.mark.parametrize("size", [300, 50265])
+@pytest.mark.parametrize("size", [300, pytest.param(50265, marks=pytest.mark.slow)])
 def test_released_roberta_layout(tmp_path, kind, size):
     vocab = roberta_vocab(size)
     write_gpt2(tmp_path, vocab, [])
