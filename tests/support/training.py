@@ -28,6 +28,8 @@ def open_data(tree):
 def make_trainer(context, tree):
     """The trainer of a configuration on this rank, before its first step."""
     config, data = open_data(tree)
+    sizes = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
+    assert (context.tp.size, context.pp.size) == sizes, "run_ranks takes the layout as `parallel`"
     engine = make_engine(config, context, len(data.loss_names))
     train = model_spec(config).samples(config, data.train, "train")
     validation = data.validation and model_spec(config).samples(config, data.validation, "validation")

@@ -31,6 +31,7 @@ from data_utils.tokenizers.vocabulary import Vocabulary
 from megatron_lite.checkpoint.manifest import list_checkpoints
 from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config, load_config
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory
@@ -105,7 +106,7 @@ def settings(settings, capitals):
 
 def trained(settings, directory, world=1, **parallel):
     tree = merge(settings, {**TASKS, "parallel": parallel, "run": {"directory": str(directory)}})
-    run_ranks(fit, world, tree)
+    run_ranks(fit, world, tree, parallel=ParallelConfig(**parallel))
     return load_weights(read_checkpoint(list_checkpoints(directory / "checkpoints")[-1]))
 
 

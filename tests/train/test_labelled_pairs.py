@@ -24,6 +24,7 @@ from data_utils.tokenizers.vocabulary import Vocabulary
 from megatron_lite.checkpoint.manifest import list_checkpoints
 from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published.heads import OTHER_HEADS
@@ -68,7 +69,8 @@ def settings(settings, of_pairs):
 
 
 def trained(settings, directory, world=1, **parallel):
-    run_ranks(fit, world, merge(settings, {"parallel": parallel, "run": {"directory": str(directory)}}))
+    tree = merge(settings, {"parallel": parallel, "run": {"directory": str(directory)}})
+    run_ranks(fit, world, tree, parallel=ParallelConfig(**parallel))
     return load_weights(read_checkpoint(list_checkpoints(directory / "checkpoints")[-1]))
 
 

@@ -13,13 +13,14 @@ from data_utils.common.settings import build, merge
 from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.checkpoint.manifest import list_checkpoints
 from megatron_lite.checkpoint.verify import read_checkpoint
+from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.runtime.changes import differences
 from megatron_lite.telemetry.records import read_metrics
 
 BOTH = {
     "objectives": {"blank_infilling": 1, "masked_lm": 1},
-    "model": {"max_position": 66, "positions": "rotary"},
+    "model": {"max_position": 66, "positions": "rotary", "init_std": 0.2},
 }
 PHASES = [
     {"steps": 2, "weights": {"corpus_train": 1}, "batch": {"global_batch_size": 4}},
@@ -113,7 +114,7 @@ def test_batches_change_in_every_layout(phased, tmp_path, ranks, parallel):
     run_ranks(fit, 1, phased)
     rows = {"data": {"row_length": 80}} if "pipeline_parallel_size" in parallel else {}
     other = merge(directory_of(phased, tmp_path / "other"), {"parallel": parallel, **rows})
-    run_ranks(fit, ranks, other)
+    run_ranks(fit, ranks, other, parallel=ParallelConfig(**parallel))
     expected, found = (records(tree["run"]["directory"]) for tree in (phased, other))
     assert found.keys() == expected.keys() == set(range(1, 7))
     for step, values in expected.items():
