@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from support.distributed import run_ranks
 
 from data_utils.common.batch_fields import DOC, FIELDS, OBJECTIVE, PADDING_DOC, POSITION_IDS, TOKENS
@@ -37,6 +38,7 @@ class Layout(NamedTuple):
     sequence: bool = False
     pooling: str = "mean"
     system: str = "bert"
+    is_twice: bool = False  # SimCSE: the query is its own positive, without negatives
 
     @property
     def ranks(self) -> int:
@@ -65,35 +67,40 @@ def config_of(layout: Layout) -> Config:
 
 
 @functools.cache
-def drawn(step: int) -> tuple[np.ndarray, PairRecords]:
+def drawn(step: int, is_twice: bool) -> tuple[np.ndarray, PairRecords]:
     """The rows of a global batch: three texts of unequal lengths in each, one record lacks its negative."""
     generator = np.random.default_rng(step)
     fields = np.zeros((RECORDS, len(FIELDS), LENGTH), np.int32)
     fields[:, DOC] = PADDING_DOC
     is_text = np.ones((RECORDS, TEXTS), bool)
     is_text[2, 2] = False
+    texts = np.arange(1, RECORDS * TEXTS + 1).reshape(RECORDS, TEXTS)
+    if is_twice:
+        is_text[:, 2] = False
+        texts[:, 1] = texts[:, 0]
     for number, row in enumerate(fields):
+        tokens = [generator.integers(5, VOCABULARY, generator.integers(5, 13)) for _ in range(TEXTS)]
         at = 0
-        for text in range(TEXTS):
-            length = int(generator.integers(5, 13)) * is_text[number, text]
-            here = slice(at, at + length)
-            row[TOKENS, here] = generator.integers(5, VOCABULARY, length)
-            row[POSITION_IDS, here] = np.arange(length)
+        for text in np.flatnonzero(is_text[number]):
+            chosen = tokens[0 if is_twice else text]
+            here = slice(at, at + len(chosen))
+            row[TOKENS, here] = chosen
+            row[POSITION_IDS, here] = np.arange(len(chosen))
             row[DOC, here] = text
             row[OBJECTIVE, here] = CONTRASTIVE.number
-            at += length
+            at = here.stop
     fields[LEFT_OUT] = 0
     fields[LEFT_OUT, DOC] = PADDING_DOC
     is_counted = np.arange(RECORDS) != LEFT_OUT
-    texts = np.arange(1, RECORDS * TEXTS + 1, dtype=np.uint64).reshape(RECORDS, TEXTS) * is_text
-    return fields, PairRecords(0, texts.astype(np.uint64), is_text, is_counted, np.zeros(RECORDS, np.float32))
+    texts = (texts * is_text).astype(np.uint64)
+    return fields, PairRecords(0, texts, is_text, is_counted, np.zeros(RECORDS, np.float32))
 
 
-def batch_of(step: int, numbers: np.ndarray, pooling: str) -> PairBatch:
-    fields, records = drawn(step)
+def batch_of(layout: Layout, step: int, numbers: np.ndarray) -> PairBatch:
+    fields, records = drawn(step, layout.is_twice)
     of_rows = np.where(records.is_counted[numbers], numbers, -1)
-    prompt = SKIPPED if pooling == "mean" else (0, 0)
-    return PairBatch(fields[numbers], numbers, of_rows, records, pooling=pooling, prompt_tokens=prompt)
+    prompt = SKIPPED if layout.pooling == "mean" else (0, 0)
+    return PairBatch(fields[numbers], numbers, of_rows, records, pooling=layout.pooling, prompt_tokens=prompt)
 
 
 def plain_loss(unit: torch.Tensor, records: PairRecords) -> torch.Tensor:
@@ -105,15 +112,13 @@ def plain_loss(unit: torch.Tensor, records: PairRecords) -> torch.Tensor:
     return F.cross_entropy(scores, torch.tensor([columns.index((j, 1)) for j in used]))
 
 
-@functools.cache
-def plain(pooling: str) -> tuple[float, float]:
-    """Loss and gradient norm of the first step: one graph, plain loops over the texts."""
-    config = config_of(Layout(pooling=pooling))
+def plain_vectors(layout: Layout, dropout_seed: int | None) -> tuple[torch.Tensor, list[torch.nn.Parameter]]:
+    """Of the first step's texts, [records, texts, D], by loops over them; and the parameters of the model."""
+    config = config_of(layout)
     model = build_model(config, len(LOSS_NAMES))
-    batch = batch_of(0, np.arange(RECORDS), pooling)
-    data = MicroBatch.from_batch(batch, torch.device("cpu"), config.model, dropout_seed=0)
+    batch = batch_of(layout, 0, np.arange(RECORDS))
+    data = MicroBatch.from_batch(batch, torch.device("cpu"), config.model, dropout_seed=dropout_seed)
     states = model.final_layernorm(model.run(data.tokens, data.ids, data.plan, data.dropout))
-    _, records = drawn(0)
     order = (
         batch.fields[:, DOC].ravel() >= 0
     )  # with one process and no kernels the plan keeps the order of the tokens
@@ -124,12 +129,26 @@ def plain(pooling: str) -> tuple[float, float]:
         for text in range(TEXTS):
             mine = np.flatnonzero((row == number) & (doc == text))
             if len(mine):
-                skipped = (SKIPPED[text > 0],) if pooling == "mean" else (0,)
-                chosen = {"mean": mine[skipped[0] :], "cls": mine[:1], "last": mine[-1:]}[pooling]
+                skipped = SKIPPED[text > 0] if layout.pooling == "mean" else 0
+                chosen = {"mean": mine[skipped:], "cls": mine[:1], "last": mine[-1:]}[layout.pooling]
                 vectors[number, text] = states[chosen].mean(0)
-    loss = sum(plain_loss(F.normalize(vectors[..., :size], dim=-1), records) for size in (32, 8))
+    return vectors, list(model.parameters())
+
+
+def plain(layout: Layout) -> tuple[float, float]:
+    """Loss and gradient norm of the first step: one graph. The same text twice: by the class of the package."""
+    vectors, parameters = plain_vectors(layout, 0)
+    records = drawn(0, layout.is_twice)[1]
+    if layout.is_twice:
+        inner = MultipleNegativesRankingLoss(torch.nn.Identity(), scale=20.0)
+        columns = [vectors[records.is_counted, text] for text in (0, 1)]
+        loss = sum(
+            inner.compute_loss_from_embeddings([each[:, :size] for each in columns], None) for size in (32, 8)
+        )
+    else:
+        loss = sum(plain_loss(F.normalize(vectors[..., :size], dim=-1), records) for size in (32, 8))
     loss.backward()
-    norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
+    norms = [p.grad.norm() for p in parameters if p.grad is not None]
     return loss.item(), torch.stack(norms).norm().item()
 
 
@@ -140,7 +159,7 @@ def train(context, layout: Layout) -> list[tuple[float, float]]:
     for step in range(STEPS):
         per_pass = layout.size * layout.data
         batches = [
-            batch_of(step, np.arange(first, first + layout.size), layout.pooling)
+            batch_of(layout, step, np.arange(first, first + layout.size))
             for first in range(context.dp.rank * layout.size, RECORDS, per_pass)
         ]
         engine.set_step(step + 1)
@@ -154,13 +173,26 @@ def train(context, layout: Layout) -> list[tuple[float, float]]:
 
 
 @functools.cache
-def one_process(pooling: str, system: str = "bert") -> list[tuple[float, float]]:
-    return run_ranks(train, 1, Layout(pooling=pooling, system=system))[0]
+def one_process(layout: Layout) -> list[tuple[float, float]]:
+    return run_ranks(train, 1, layout)[0]
 
 
-@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
-def test_one_process_equals_plain_torch(pooling):
-    assert one_process(pooling)[0] == pytest.approx(plain(pooling), rel=1e-5)
+@pytest.mark.parametrize(
+    "layout",
+    [*(Layout(pooling=pooling) for pooling in ("mean", "cls", "last")), Layout(pooling="cls", is_twice=True)],
+    ids=lambda layout: f"{layout.pooling}-{layout.is_twice}",
+)
+def test_one_process_equals_plain_torch(layout):
+    assert one_process(layout)[0] == pytest.approx(plain(layout), rel=1e-5)
+
+
+def test_the_same_text_twice_differs_by_dropout_alone():
+    layout = Layout(pooling="cls", is_twice=True)
+    with torch.no_grad():
+        (vectors, _), (without, _) = plain_vectors(layout, 0), plain_vectors(layout, None)
+    is_there = drawn(0, True)[1].is_counted
+    assert (vectors[is_there, 0] - vectors[is_there, 1]).abs().amax(1).min() > 0.1
+    assert (without[:, 0] - without[:, 1]).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -172,14 +204,14 @@ def test_one_process_equals_plain_torch(pooling):
         Layout(tensor=2, data=2, size=4, sequence=True),
         Layout(data=2, size=4, zero=3),
         Layout(pipeline=2, data=2, size=2),
-        Layout(pipeline=2, tensor=2, size=1, pooling="cls"),
+        Layout(pipeline=2, tensor=2, size=1, pooling="cls", is_twice=True),
         Layout(data=2, size=2, system="t5"),
+        Layout(size=2, pooling="cls", is_twice=True),
     ],
     ids=lambda layout: "-".join(f"{k}{v}" for k, v in layout._asdict().items()),
 )
 def test_layouts_equal_one_process(layout):
     parallel = ParallelConfig(tensor_parallel_size=layout.tensor, pipeline_parallel_size=layout.pipeline)
+    expected = one_process(Layout(pooling=layout.pooling, system=layout.system, is_twice=layout.is_twice))
     for found in run_ranks(train, layout.ranks, layout, parallel=parallel):
-        assert np.array(found) == pytest.approx(
-            np.array(one_process(layout.pooling, layout.system)), rel=1e-5
-        )
+        assert np.array(found) == pytest.approx(np.array(expected), rel=1e-5)

@@ -10,7 +10,7 @@ EMBEDDER = "megatron_lite/embedding/embedder.py"
 LOSSES, STEP = "megatron_lite/transformer/pair_losses.py", "megatron_lite/engine/vector_loss.py"
 LAYOUTS, PAIRS = "tests/embedding/test_layouts.py", "tests/embedding/test_pair_losses.py"
 CHUNKS, TWO_RANKS = (
-    f"{LAYOUTS}::test_layouts_equal_one_process[tensor1-pipeline1-data{ranks}-size2-zero1-sequenceFalse-poolingmean-systembert]"
+    f"{LAYOUTS}::test_layouts_equal_one_process[tensor1-pipeline1-data{ranks}-size2-zero1-sequenceFalse-poolingmean-systembert-is_twiceFalse]"
     for ranks in (1, 2)
 )
 
@@ -106,5 +106,19 @@ EMBEDDINGS = (
         "micro_batch = __import__('dataclasses').replace(micro_batch, dropout=None)\n"
         "            again = vectors[0] if is_only else self._engine(self._on_device(micro_batch))[0]",
         (CHUNKS,),
+    ),
+    Plant(
+        "the same dropout for a text and its second copy",
+        "megatron_lite/transformer/kernels/dropout.py",
+        "sample_keys[:, None] + np.arange(length, dtype=np.uint64)",
+        "sample_keys[:, None] + np.zeros(length, dtype=np.uint64)",
+        (f"{LAYOUTS}::test_the_same_text_twice_differs_by_dropout_alone",),
+    ),
+    Plant(
+        "a positive that equals its query is left out",
+        LOSSES,
+        "to_documents.masked_fill(left_out & ~is_positive, -torch.inf)",
+        "to_documents.masked_fill(left_out, -torch.inf)",
+        (f"{LAYOUTS}::test_one_process_equals_plain_torch[cls-True]",),
     ),
 )
