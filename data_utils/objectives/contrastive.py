@@ -40,10 +40,14 @@ FORMS = {
     "glm": TextFormat("glm", before=("cls",), after=("eos",)),
     "prefix": TextFormat("prefix", before=("cls",)),
     "causal": TextFormat("causal", before=("eos",), is_causal=True),
+    "causal_cls": TextFormat("causal", before=("cls",), is_causal=True),
+    "causal_none": TextFormat("causal", is_causal=True),
     "xlnet": TextFormat("bert", after=("sep", "cls")),
     "t5": TextFormat("encoder_decoder", after=("eos",)),
     "bart": TextFormat("encoder_decoder", before=("cls",), after=("eos",)),
 }
+# The objective that reads texts in a form.
+_READERS = {"bert": "masked_lm", "glm": "blank_infilling", "prefix": "prefix_lm"}
 LOSSES = ("infonce", "cosent")
 DIRECTIONS = ("query_to_document", "symmetric", "joint")
 
@@ -63,8 +67,8 @@ class ContrastiveConfig(RowSizes):
     form: str = setting(
         "bert",
         "How a text is written: bert ([CLS] x [SEP]), glm and bart ([CLS] x eos), prefix ([CLS] x), causal (eos x, "
-        "from left to right), t5 (x eos), xlnet (x [SEP] [CLS]). Where it is left out, as "
-        "model.system has it.",
+        "from left to right), causal_cls (the same with CLS) and causal_none (x alone), t5 (x eos), xlnet (x [SEP] "
+        "[CLS]). Where it is left out, as the run's other objective has it, or model.system.",
         one_of=tuple(FORMS),
     )
     loss: str = setting(
@@ -173,6 +177,10 @@ class ContrastiveConfig(RowSizes):
             )
 
     @property
+    def reads_as(self) -> str:
+        return _READERS.get(self.form, self.form.partition("_")[0])
+
+    @property
     def text_lengths(self) -> tuple[int, int]:
         """Tokens of a query, and of another text, at most."""
         return self.query_length, self.document_length
@@ -250,6 +258,10 @@ class Contrastive(RowObjective):
     config_class = ContrastiveConfig
     losses = (CONTRASTIVE,)
     entry = staticmethod(_fill_rows)
+
+    @classmethod
+    def text_format_for(cls, config: ContrastiveConfig) -> TextFormat:
+        return FORMS[config.form]
 
     def values(self) -> dict[str, Any]:
         text_format = FORMS[self.config.form]

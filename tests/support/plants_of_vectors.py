@@ -9,6 +9,7 @@ POOLING = "megatron_lite/transformer/pooling.py"
 EMBEDDER = "megatron_lite/embedding/embedder.py"
 LOSSES, STEP = "megatron_lite/transformer/pair_losses.py", "megatron_lite/engine/vector_loss.py"
 LAYOUTS, PAIRS = "tests/embedding/test_layouts.py", "tests/embedding/test_pair_losses.py"
+TRAINING = "tests/embedding/test_training.py::test_steps_equal_sentence_transformers"
 CHUNKS, TWO_RANKS = (
     f"{LAYOUTS}::test_layouts_equal_one_process[tensor1-pipeline1-data{ranks}-size2-zero1-sequenceFalse-poolingmean-systembert-is_twiceFalse]"
     for ranks in (1, 2)
@@ -120,5 +121,19 @@ EMBEDDINGS = (
         "to_documents.masked_fill(left_out & ~is_positive, -torch.inf)",
         "to_documents.masked_fill(left_out, -torch.inf)",
         (f"{LAYOUTS}::test_one_process_equals_plain_torch[cls-True]",),
+    ),
+    Plant(
+        "GLM reads the texts of pairs as BERT does",
+        "megatron_lite/config/systems.py",
+        '"blank_infilling": "glm", ',
+        "",
+        (f"{TRAINING}[glm-positive-2-3]",),
+    ),
+    Plant(
+        "another begin of a decoder's texts in training than in use",
+        "megatron_lite/config/systems.py",
+        'return _CAUSAL_FORMS.get(begin, "causal") if',
+        'return "causal" if',
+        (f"{TRAINING}[qwen2-positive-2-3]",),
     ),
 )

@@ -220,7 +220,7 @@ def test_each_form_has_its_special_tokens_in_their_places(corpus, form):
     first = [*before, *range(100, 100 + room), *after]
     assert texts_of_row(batch[0]) == {0: first, 1: [*before, 109, *after]}
     orders = batch[0, ORD, : len(first)].tolist()
-    assert orders == (list(range(len(first))) if form == "causal" else [0] * len(first))
+    assert orders == (list(range(len(first))) if text_format.is_causal else [0] * len(first))
 
 
 def test_a_batch_says_where_its_texts_are(corpus, prefixes):
