@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+from sentence_transformers.sentence_transformer.losses import MSELoss, MultipleNegativesRankingLoss
 from support.distributed import run_ranks
 
 from data_utils.common.batch_fields import DOC, FIELDS, OBJECTIVE, PADDING_DOC, POSITION_IDS, TOKENS
@@ -26,6 +26,7 @@ from megatron_lite.transformer.pairs import PairRecords
 
 RECORDS, TEXTS, LENGTH, VOCABULARY, STEPS = 8, 3, 40, 96, 3
 LEFT_OUT = 5  # a record whose query is an earlier one's
+TARGETS = np.random.default_rng(0).standard_normal((RECORDS, 32)).astype(np.float32) / 5  # of a teacher
 SKIPPED = (3, 2)  # tokens of prompts that the mean leaves out
 
 
@@ -38,7 +39,9 @@ class Layout(NamedTuple):
     sequence: bool = False
     pooling: str = "mean"
     system: str = "bert"
-    is_twice: bool = False  # SimCSE: the query is its own positive, without negatives
+    kind: str = (
+        "pairs"  # with negatives; "twice": the query is its own positive; "teacher": the aim is vectors
+    )
 
     @property
     def ranks(self) -> int:
@@ -53,7 +56,10 @@ def config_of(layout: Layout) -> Config:
             "decoder_layers": 2 * (layout.system == "t5"),
         },
         "objectives": {"contrastive": 1.0},
-        "contrastive": {"query_length": 8, "document_length": 16, "matryoshka_sizes": [32, 8]},
+        "contrastive": {
+            "query_length": 8, "document_length": 16,
+            **({"loss": "mse"} if layout.kind == "teacher" else {"matryoshka_sizes": [32, 8]}),
+        },
         "embedding": {"pooling": layout.pooling, "include_prompt": layout.pooling != "mean"},
         "training": {"steps": 10, "precision": "fp32"},
         "batch": {"micro_batch_size": layout.size, "global_batch_size": RECORDS},
@@ -67,7 +73,7 @@ def config_of(layout: Layout) -> Config:
 
 
 @functools.cache
-def drawn(step: int, is_twice: bool) -> tuple[np.ndarray, PairRecords]:
+def drawn(step: int, kind: str) -> tuple[np.ndarray, PairRecords]:
     """The rows of a global batch: three texts of unequal lengths in each, one record lacks its negative."""
     generator = np.random.default_rng(step)
     fields = np.zeros((RECORDS, len(FIELDS), LENGTH), np.int32)
@@ -75,14 +81,15 @@ def drawn(step: int, is_twice: bool) -> tuple[np.ndarray, PairRecords]:
     is_text = np.ones((RECORDS, TEXTS), bool)
     is_text[2, 2] = False
     texts = np.arange(1, RECORDS * TEXTS + 1).reshape(RECORDS, TEXTS)
-    if is_twice:
-        is_text[:, 2] = False
+    if kind != "pairs":
+        is_text, texts = is_text[:, :2], texts[:, :2]
+    if kind == "twice":
         texts[:, 1] = texts[:, 0]
     for number, row in enumerate(fields):
         tokens = [generator.integers(5, VOCABULARY, generator.integers(5, 13)) for _ in range(TEXTS)]
         at = 0
         for text in np.flatnonzero(is_text[number]):
-            chosen = tokens[0 if is_twice else text]
+            chosen = tokens[0 if kind == "twice" else text]
             here = slice(at, at + len(chosen))
             row[TOKENS, here] = chosen
             row[POSITION_IDS, here] = np.arange(len(chosen))
@@ -97,10 +104,13 @@ def drawn(step: int, is_twice: bool) -> tuple[np.ndarray, PairRecords]:
 
 
 def batch_of(layout: Layout, step: int, numbers: np.ndarray) -> PairBatch:
-    fields, records = drawn(step, layout.is_twice)
+    fields, records = drawn(step, layout.kind)
     of_rows = np.where(records.is_counted[numbers], numbers, -1)
     prompt = SKIPPED if layout.pooling == "mean" else (0, 0)
-    return PairBatch(fields[numbers], numbers, of_rows, records, pooling=layout.pooling, prompt_tokens=prompt)
+    return PairBatch(
+        fields[numbers], numbers, of_rows, records, pooling=layout.pooling, prompt_tokens=prompt,
+        targets=TARGETS[numbers] if layout.kind == "teacher" else None,
+    )  # fmt: skip
 
 
 def plain_loss(unit: torch.Tensor, records: PairRecords) -> torch.Tensor:
@@ -136,12 +146,16 @@ def plain_vectors(layout: Layout, dropout_seed: int | None) -> tuple[torch.Tenso
 
 
 def plain(layout: Layout) -> tuple[float, float]:
-    """Loss and gradient norm of the first step: one graph. The same text twice: by the class of the package."""
+    """Loss and gradient norm of the first step: one graph. Without negatives by the classes of the package."""
     vectors, parameters = plain_vectors(layout, 0)
-    records = drawn(0, layout.is_twice)[1]
-    if layout.is_twice:
+    records = drawn(0, layout.kind)[1]
+    columns = [vectors[records.is_counted, text] for text in (0, 1)]
+    if layout.kind == "teacher":
+        targets = [torch.from_numpy(TARGETS[records.is_counted])] * 2
+        columns = [F.normalize(each, dim=-1) for each in columns]
+        loss = MSELoss(torch.nn.Identity()).compute_loss_from_embeddings(columns, targets)
+    elif layout.kind == "twice":
         inner = MultipleNegativesRankingLoss(torch.nn.Identity(), scale=20.0)
-        columns = [vectors[records.is_counted, text] for text in (0, 1)]
         loss = sum(
             inner.compute_loss_from_embeddings([each[:, :size] for each in columns], None) for size in (32, 8)
         )
@@ -179,18 +193,22 @@ def one_process(layout: Layout) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize(
     "layout",
-    [*(Layout(pooling=pooling) for pooling in ("mean", "cls", "last")), Layout(pooling="cls", is_twice=True)],
-    ids=lambda layout: f"{layout.pooling}-{layout.is_twice}",
+    [
+        *(Layout(pooling=pooling) for pooling in ("mean", "cls", "last")),
+        Layout(pooling="cls", kind="twice"),
+        Layout(kind="teacher"),
+    ],
+    ids=lambda layout: f"{layout.pooling}-{layout.kind}",
 )
 def test_one_process_equals_plain_torch(layout):
     assert one_process(layout)[0] == pytest.approx(plain(layout), rel=1e-5)
 
 
 def test_the_same_text_twice_differs_by_dropout_alone():
-    layout = Layout(pooling="cls", is_twice=True)
+    layout = Layout(pooling="cls", kind="twice")
     with torch.no_grad():
         (vectors, _), (without, _) = plain_vectors(layout, 0), plain_vectors(layout, None)
-    is_there = drawn(0, True)[1].is_counted
+    is_there = drawn(0, "twice")[1].is_counted
     assert (vectors[is_there, 0] - vectors[is_there, 1]).abs().amax(1).min() > 0.1
     assert (without[:, 0] - without[:, 1]).abs().max() < 1e-6
 
@@ -204,14 +222,16 @@ def test_the_same_text_twice_differs_by_dropout_alone():
         Layout(tensor=2, data=2, size=4, sequence=True),
         Layout(data=2, size=4, zero=3),
         Layout(pipeline=2, data=2, size=2),
-        Layout(pipeline=2, tensor=2, size=1, pooling="cls", is_twice=True),
+        Layout(pipeline=2, tensor=2, size=1, pooling="cls", kind="twice"),
         Layout(data=2, size=2, system="t5"),
-        Layout(size=2, pooling="cls", is_twice=True),
+        Layout(size=2, pooling="cls", kind="twice"),
+        Layout(data=2, size=2, kind="teacher"),
+        Layout(pipeline=2, size=2, kind="teacher"),
     ],
     ids=lambda layout: "-".join(f"{k}{v}" for k, v in layout._asdict().items()),
 )
 def test_layouts_equal_one_process(layout):
     parallel = ParallelConfig(tensor_parallel_size=layout.tensor, pipeline_parallel_size=layout.pipeline)
-    expected = one_process(Layout(pooling=layout.pooling, system=layout.system, is_twice=layout.is_twice))
+    expected = one_process(Layout(pooling=layout.pooling, system=layout.system, kind=layout.kind))
     for found in run_ranks(train, layout.ranks, layout, parallel=parallel):
         assert np.array(found) == pytest.approx(np.array(expected), rel=1e-5)

@@ -122,6 +122,7 @@ def imported(system: str, sentence_model: Path, directory: Path) -> tuple[dict, 
     [
         ("bert", "positive", 2, STEPS),
         ("bert", "query", 0, 3),
+        ("bert", "teacher", 0, 3),
         ("glm", "positive", 2, 3),
         ("qwen2", "positive", 2, 3),
     ],
@@ -131,12 +132,15 @@ def test_steps_equal_sentence_transformers(
 ):
     """Steps of AdamW without dropout from equal weights on equal batches, and the vectors that both then make.
 
-    Of an encoder, of the same text twice, of GLM with its own code in transformers, and of a decoder.
+    Of an encoder: pairs, the same text twice, and texts with the vectors of a teacher; of GLM with its own code in
+    transformers, and of a decoder.
     """
     import sentence_transformers
     from sentence_transformers.sentence_transformer import losses
 
-    records_of_a = pairs[0]["a"]
+    records_of_a, has_teacher = pairs[0]["a"], positive == "teacher"
+    positive = "query" if has_teacher else positive
+    targets = np.random.default_rng(0).standard_normal((len(records_of_a), 32)).astype(np.float32)
     imported_tree, source = imported(system, sentence_model, tmp_path)
     tokenizer = build(TokenizerConfig, imported_tree["tokenizer"])
     prompt = "word1 word2 " if negatives else ""
@@ -146,6 +150,10 @@ def test_steps_equal_sentence_transformers(
     for section in ("model", "tokenizer"):
         del changes[section]
     changes["data"] |= {"validation": [], "sequence_length": 16}
+    if has_teacher:
+        np.save(tmp_path / "teacher.npy", targets)
+        changes["data"]["train"][0]["vectors"] = str(tmp_path / "teacher.npy")
+        changes["contrastive"]["loss"] = "mse"
     run_tree = merge(
         merge(imported_tree, changes),
         {
@@ -166,7 +174,7 @@ def test_steps_equal_sentence_transformers(
     ours = [each["loss"] for each in records(tmp_path / "run").values()]
 
     model = sentence_transformers.SentenceTransformer(str(source), device="cpu", trust_remote_code=True)
-    loss_of = losses.MultipleNegativesRankingLoss(model, scale=20.0)
+    loss_of = losses.MSELoss(model) if has_teacher else losses.MultipleNegativesRankingLoss(model, scale=20.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     model.train()
     theirs = []
@@ -177,7 +185,8 @@ def test_steps_equal_sentence_transformers(
             [each[positive] for each in batch],
             *([each["negatives"][i] for each in batch] for i in range(negatives)),
         ]
-        loss = loss_of([model.preprocess(column) for column in columns], None)
+        labels = torch.from_numpy(targets[numbers]) if has_teacher else None
+        loss = loss_of([model.preprocess(column) for column in columns], labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -11,7 +11,7 @@ LOSSES, STEP = "megatron_lite/transformer/pair_losses.py", "megatron_lite/engine
 LAYOUTS, PAIRS = "tests/embedding/test_layouts.py", "tests/embedding/test_pair_losses.py"
 TRAINING = "tests/embedding/test_training.py::test_steps_equal_sentence_transformers"
 CHUNKS, TWO_RANKS = (
-    f"{LAYOUTS}::test_layouts_equal_one_process[tensor1-pipeline1-data{ranks}-size2-zero1-sequenceFalse-poolingmean-systembert-is_twiceFalse]"
+    f"{LAYOUTS}::test_layouts_equal_one_process[tensor1-pipeline1-data{ranks}-size2-zero1-sequenceFalse-poolingmean-systembert-kindpairs]"
     for ranks in (1, 2)
 )
 
@@ -120,7 +120,28 @@ EMBEDDINGS = (
         LOSSES,
         "to_documents.masked_fill(left_out & ~is_positive, -torch.inf)",
         "to_documents.masked_fill(left_out, -torch.inf)",
-        (f"{LAYOUTS}::test_one_process_equals_plain_torch[cls-True]",),
+        (f"{LAYOUTS}::test_one_process_equals_plain_torch[cls-twice]",),
+    ),
+    Plant(
+        "the teacher's vectors of other records",
+        "megatron_lite/models/text_pairs/batch.py",
+        "index.vectors[windows[numbers]]",
+        "index.vectors[numbers]",
+        (f"{TRAINING}[bert-teacher-0-3]",),
+    ),
+    Plant(
+        "the distance from a teacher's vector before the student's is normalized",
+        LOSSES,
+        "finished(leaf, normalize) - targets",
+        "finished(leaf, False) - targets",
+        (f"{LAYOUTS}::test_one_process_equals_plain_torch[mean-teacher]",),
+    ),
+    Plant(
+        "a record's distance summed over its texts",
+        STEP,
+        "gradients.append(gradient / texts)",
+        "gradients.append(gradient)",
+        (f"{LAYOUTS}::test_one_process_equals_plain_torch[mean-teacher]",),
     ),
     Plant(
         "GLM reads the texts of pairs as BERT does",
