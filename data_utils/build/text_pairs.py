@@ -62,7 +62,9 @@ class TextPairReader:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return (self.query, self.positive, *self.negative, *([] if self.score is None else [self.score]))
+        """Without repetition: a query may be its own positive."""
+        score = [] if self.score is None else [self.score]
+        return tuple(dict.fromkeys((self.query, self.positive, *self.negative, *score)))
 
     @property
     def per_record(self) -> int:
@@ -212,9 +214,11 @@ def open_text_pairs(
     prompts = config.query_prompt, config.document_prompt
     prompt_tokens = tuple(encode(list(prompts))[1].tolist())
     reader = TextPairReader(query, positive, negative, score, 0, prompts, prompt_tokens)
-    if len(set(reader.columns)) < len(reader.columns):
+    required = 1 if query == positive else 2  # the same text twice (SimCSE)
+    if len(reader.columns) < required + len(negative) + (score is not None):
         raise ConfigError(
-            f"the columns {', '.join(reader.columns)} of text pairs name one twice; each needs a column of its own."
+            f"the columns {', '.join(reader.columns)} of text pairs have several roles; only query and positive may be "
+            "one column."
         )
     negatives = config.negatives
     if negatives is None:

@@ -51,6 +51,12 @@ class CorpusConfig:
         or_url=True,
     )
 
+    vectors: str | None = setting(
+        None,
+        "for contrastive.loss mse: .npy of scripts/embed.py with the teacher's vector of each record's query",
+        is_path=True,
+    )
+
     def __post_init__(self) -> None:
         if self.weight is None and self.tokens is None:
             # The dataclass is frozen; this is its only moment to be completed. A default of 1 could not be told from a
@@ -72,7 +78,9 @@ class CorpusConfig:
 @checked("data")
 class DataConfig:
     train: tuple[CorpusConfig, ...] = setting(
-        (), "list of {prefix, weight, tokens, max_epochs, name, objective, decoder_prefix}", on_resume="phase"
+        (),
+        "list of {prefix, weight, tokens, max_epochs, name, objective, decoder_prefix, vectors}",
+        on_resume="phase",
     )
     validation: tuple[CorpusConfig, ...] = setting(
         (), "as data.train; empty = no evaluation", on_resume="free"

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from data_utils.common.errors import DataError
+from data_utils.common.setting_files import one_line, shown
 from data_utils.common.settings import check
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.manifest import documents_per_record
@@ -24,27 +25,35 @@ class TextPairIndex(WindowIndex):
     Args:
         window_length: sequence_length of the run, which pairs do not read.
         negatives: that are read of a record, at most.
+        vectors: .npy of a teacher's vectors, a row a record; then a query that is its own positive is read once.
     Attributes:
         texts: of a record that are read.
+        vectors: fp32 [records, numbers], memory-mapped; or None.
         prompt_tokens: of the query, and of the other texts.
     """
 
-    def __init__(self, dataset: IndexedDataset, window_length: int, negatives: int) -> None:
+    def __init__(
+        self, dataset: IndexedDataset, window_length: int, negatives: int, vectors: str | None = None
+    ) -> None:
         super().__init__(dataset, window_length)
-        self.negatives = negatives
+        self.negatives, self._vectors = negatives, vectors
         self._per_record = documents_per_record(dataset.manifest)
         self.texts = self.max_chunks = min(2 + negatives, self._per_record)
         self.num_windows = len(dataset) // self._per_record
+        self.vectors = None if vectors is None else _mapped_vectors(vectors, self)
+        columns = dataset.manifest["text_pairs"].get("columns", {})
+        if vectors is not None and columns and columns["query"] == columns["positive"]:
+            self.texts = self.max_chunks = 1
         prompts = dataset.manifest["text_pairs"]["prompts"]
         self.prompt_tokens: tuple[int, int] = prompts["query"]["tokens"], prompts["document"]["tokens"]
 
-    def __reduce__(self) -> tuple[type, tuple[IndexedDataset, int, int]]:  # type: ignore[override]
-        return type(self), (self.dataset, self.window_length, self.negatives)
+    def __reduce__(self) -> tuple[type, tuple[IndexedDataset, int, int, str | None]]:  # type: ignore[override]
+        return type(self), (self.dataset, self.window_length, self.negatives, self._vectors)
 
     def __str__(self) -> str:
         """Number of records and negatives, for the log."""
         return (
-            f"{self.dataset.prefix}: {self.num_windows:,} text pairs, with {self.texts - 2} of their "
+            f"{self.dataset.prefix}: {self.num_windows:,} text pairs, with {max(0, self.texts - 2)} of their "
             f"{self._per_record - 2} negatives"
         )
 
@@ -84,12 +93,30 @@ class TextPairIndex(WindowIndex):
         self.dataset.prefetch(first, self.dataset.num_tokens // self.num_windows)
 
 
+def _mapped_vectors(path: str, index: TextPairIndex) -> np.ndarray:
+    """Raises: DataError for what is no array of floating-point vectors, one for each record."""
+    try:
+        vectors = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"vectors {path} cannot be read ({one_line(error)}); give a .npy of scripts/embed.py."
+        ) from None
+    if getattr(vectors, "ndim", 0) != 2 or vectors.dtype.kind != "f" or len(vectors) != index.num_windows:
+        described = f"{getattr(vectors, 'dtype', 'no array')} {list(getattr(vectors, 'shape', ()))}"
+        raise DataError(
+            f"vectors {path} is {described}, but needs a vector for each of the {index.num_windows} records of "
+            f"{index.dataset.prefix}; embed the queries of the file that it was built of, without a split and with no "
+            "record left out."
+        )
+    return vectors
+
+
 def open_text_pairs(
     corpus: CorpusConfig, dataset: IndexedDataset, length: int, section: Any
 ) -> TextPairIndex:
     """The records of a corpus. Args: section: of its objective.
 
-    Raises: DataError for a dataset without text pairs, or without the scores of the objective; ConfigError for texts
+    Raises: DataError for a dataset without text pairs, or without what the loss needs; ConfigError for texts
         that would be cut within their prompt.
     """
     if "text_pairs" not in dataset.manifest:
@@ -102,7 +129,13 @@ def open_text_pairs(
             f"dataset {corpus.prefix} has no scores, which {corpus.objective}.loss {section.loss} needs; build it "
             "with --score-column."
         )
-    index = TextPairIndex(dataset, length, section.negatives_read)
+    if section.needs_vectors != (corpus.vectors is not None):
+        remedy = "remove it" if corpus.vectors else "write them with scripts/embed.py and name the .npy"
+        raise DataError(
+            f"vectors of the corpus {corpus.prefix} is {shown(corpus.vectors)}, but {corpus.objective}.loss is "
+            f"{section.loss}, and mse alone reads and needs the vectors of a teacher; {remedy}."
+        )
+    index = TextPairIndex(dataset, length, section.negatives_read, corpus.vectors)
     sides = zip(("query", "document"), index.prompt_tokens, section.text_lengths, strict=True)
     for side, tokens, longest in sides:
         check(

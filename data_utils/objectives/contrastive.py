@@ -7,7 +7,7 @@ that counts them all. No token has a loss: the loss is of the vectors of a whole
 which is of one corpus (data_utils/loader/mixture.py, `unit`).
 
 Sources: InfoNCE, arXiv:1807.03748; joint softmax, GTE, arXiv:2308.03281; CoSENT, kexue.fm/archives/8847; Matryoshka,
-arXiv:2205.13147; a margin for false negatives, arXiv:2402.16829.
+arXiv:2205.13147; a margin for false negatives, arXiv:2402.16829; vectors of a teacher, arXiv:2004.09813.
 """
 
 from __future__ import annotations
@@ -40,11 +40,15 @@ FORMS = {
     "glm": TextFormat("glm", before=("cls",), after=("eos",)),
     "prefix": TextFormat("prefix", before=("cls",)),
     "causal": TextFormat("causal", before=("eos",), is_causal=True),
+    "causal_cls": TextFormat("causal", before=("cls",), is_causal=True),
+    "causal_none": TextFormat("causal", is_causal=True),
     "xlnet": TextFormat("bert", after=("sep", "cls")),
     "t5": TextFormat("encoder_decoder", after=("eos",)),
     "bart": TextFormat("encoder_decoder", before=("cls",), after=("eos",)),
 }
-LOSSES = ("infonce", "cosent")
+# The objective that reads texts in a form.
+_READERS = {"bert": "masked_lm", "glm": "blank_infilling", "prefix": "prefix_lm"}
+LOSSES = ("infonce", "cosent", "mse")
 DIRECTIONS = ("query_to_document", "symmetric", "joint")
 
 
@@ -63,14 +67,15 @@ class ContrastiveConfig(RowSizes):
     form: str = setting(
         "bert",
         "How a text is written: bert ([CLS] x [SEP]), glm and bart ([CLS] x eos), prefix ([CLS] x), causal (eos x, "
-        "from left to right), t5 (x eos), xlnet (x [SEP] [CLS]). Where it is left out, as "
-        "model.system has it.",
+        "from left to right), causal_cls (the same with CLS) and causal_none (x alone), t5 (x eos), xlnet (x [SEP] "
+        "[CLS]). Where it is left out, as the run's other objective has it, or model.system.",
         one_of=tuple(FORMS),
     )
     loss: str = setting(
         "infonce",
         "infonce: the positive against all other documents of the global batch; cosent: the order of the scores of all "
-        "its pairs, without negatives.",
+        "its pairs, without negatives; mse: the mean squared difference from a teacher's vectors (vectors in "
+        "data.train), without negatives.",
         one_of=LOSSES,
     )
     temperature: float = setting(0.05, "Cosines are divided by it.", above=0)
@@ -119,6 +124,10 @@ class ContrastiveConfig(RowSizes):
             f"contrastive.loss is {self.loss}, which has no directions and no false negatives; leave out directions "
             "and false_negative_margin.",
         )
+        check(
+            self.loss != "mse" or not sizes,
+            f"contrastive.matryoshka_sizes is {list(sizes)}, but loss mse compares whole vectors; remove it.",
+        )
 
     def check_run(self, config: Any) -> None:
         """Raise ConfigError unless each global batch can be of one corpus, and all are of one size."""
@@ -151,10 +160,11 @@ class ContrastiveConfig(RowSizes):
                 f"phases[{number}].skip_samples is {phase.skip_samples}, but with contrastive whole global batches are "
                 f"left out; choose a multiple of {size}.",
             )
-            check(
-                "negatives" not in phase.objective_settings.get("contrastive", {}),
-                f"phases[{number}].contrastive.negatives is set, but corpora are opened once; set it outside phases.",
-            )
+            for name in ("negatives", "loss"):
+                check(
+                    name not in phase.objective_settings.get("contrastive", {}),
+                    f"phases[{number}].contrastive.{name} is set, but corpora are opened once; set it outside phases.",
+                )
         check(
             not config.data.has_caps,
             "data.train has max_epochs, but with contrastive corpora have whole global batches; set weights instead.",
@@ -173,6 +183,10 @@ class ContrastiveConfig(RowSizes):
             )
 
     @property
+    def reads_as(self) -> str:
+        return _READERS.get(self.form, self.form.partition("_")[0])
+
+    @property
     def text_lengths(self) -> tuple[int, int]:
         """Tokens of a query, and of another text, at most."""
         return self.query_length, self.document_length
@@ -182,8 +196,17 @@ class ContrastiveConfig(RowSizes):
         return self.loss == "cosent"
 
     @property
+    def needs_vectors(self) -> bool:
+        return self.loss == "mse"
+
+    @property
+    def has_negatives(self) -> bool:
+        """Whether the texts of other records are in the loss of a record."""
+        return self.loss == "infonce"
+
+    @property
     def negatives_read(self) -> int:
-        return 0 if self.loss == "cosent" else self.negatives
+        return self.negatives if self.has_negatives else 0
 
     @property
     def needed_roles(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -250,6 +273,10 @@ class Contrastive(RowObjective):
     config_class = ContrastiveConfig
     losses = (CONTRASTIVE,)
     entry = staticmethod(_fill_rows)
+
+    @classmethod
+    def text_format_for(cls, config: ContrastiveConfig) -> TextFormat:
+        return FORMS[config.form]
 
     def values(self) -> dict[str, Any]:
         text_format = FORMS[self.config.form]

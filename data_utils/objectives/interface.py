@@ -85,6 +85,11 @@ class ObjectiveConfig(ABC):
     model_files: tuple[str, ...] = ()
 
     @property
+    def reads_as(self) -> str | None:
+        """The objective whose texts these are; None: they are its own."""
+        return None
+
+    @property
     def has_target(self) -> bool:
         """Whether only tokens with ord > 0 have a loss, as in a decoder."""
         return False

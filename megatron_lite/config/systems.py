@@ -138,11 +138,11 @@ _SENTENCE_LABELS = {
 }  # fmt: skip
 
 
-# The form of one text that is not BERT's, [CLS] x [SEP].
-_TEXT_FORMS: dict[str | None, str] = {
-    **dict.fromkeys((None, "glm", "glm130b"), "glm"), **dict.fromkeys(("t5", "t5_1_1", "mt5"), "t5"),
-    "bart": "bart", "xlnet": "xlnet",
+# The form of one text that is not BERT's, [CLS] x [SEP], by the objective that the model learnt.
+_TEXT_FORMS = {
+    "blank_infilling": "glm", "prefix_lm": "prefix", "ul2": "t5", **{name: name for name in ("t5", "bart", "xlnet")},
 }  # fmt: skip
+_CAUSAL_FORMS = {"cls": "causal_cls", "none": "causal_none"}  # by what begins a text
 
 
 def default_objective(system: str | None) -> str:
@@ -170,9 +170,15 @@ def reads_both_ways(system: str | None, name: str) -> bool:
     return is_glm or (system in CAUSAL and name == "masked_diffusion")
 
 
-def text_form(system: str | None) -> str:
-    """How a system reads one text: a form of the objective contrastive. Without a system it is GLM."""
-    return "causal" if system in CAUSAL else _TEXT_FORMS.get(system, "bert")
+def text_form(tree: Mapping[str, Any], system: str | None) -> str:
+    """How a run reads one text, a form of the objective contrastive: as its other objective, or its system's, does."""
+    others = [name for name in tree["objectives"] if name != "contrastive"]
+    name = others[0] if others else usual_objective(system)
+    if name not in ("causal", "fill_in_middle"):
+        return _TEXT_FORMS.get(name, "bert")
+    section = tree.get(name)
+    begin = section.get("begin") if isinstance(section, Mapping) else None
+    return _CAUSAL_FORMS.get(begin, "causal") if isinstance(begin, str) else "causal"
 
 
 def with_objective(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,7 +195,7 @@ def with_objective(tree: Mapping[str, Any]) -> dict[str, Any]:
         and objectives.get("contrastive")
         and (system is None or system in SYSTEMS)
     ):
-        tree = merge({"contrastive": {"form": text_form(system)}}, tree)
+        tree = merge({"contrastive": {"form": text_form(tree, system)}}, tree)
     if tree.get("objectives", {}) != {} or not isinstance(system, str) or system not in SYSTEMS:
         return dict(tree)
     if system in _GLMS:

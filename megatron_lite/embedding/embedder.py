@@ -58,10 +58,10 @@ class TextFormat:
         config = config or run.config.embedding
         model, objectives = run.config.model, run.config.objective_choices
         input_format = choose_input_format("auto", objectives, model.decoder_layers > 0)
-        self._is_causal = input_format.name == "causal"
-        config = replace(config, pooling=config.pooling_of(self._is_causal))
+        self.is_causal = input_format.name == "causal"
+        config = replace(config, pooling=config.pooling_of(self.is_causal))
         check(
-            config.pooling != "cls" or not self._is_causal,
+            config.pooling != "cls" or not self.is_causal,
             f"embedding.pooling is cls, but {run.checkpoint.path} reads from left to right, so that the first token "
             "has seen no other; set it to last or mean.",
         )

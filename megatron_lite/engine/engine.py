@@ -37,7 +37,7 @@ from megatron_lite.engine.parameter_groups import (
     make_adamw,
     parameter_groups,
 )
-from megatron_lite.engine.vector_loss import pair_section, vector_sums
+from megatron_lite.engine.vector_loss import vector_sums
 from megatron_lite.engine.zero3 import Zero3
 from megatron_lite.optim.buckets import Bucket
 from megatron_lite.optim.ema import Averages
@@ -352,8 +352,8 @@ class Engine(ABC):
         self, vectors: Sequence[torch.Tensor], micro_batches: Sequence[MicroBatch], num_losses: int
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """`vector_sums` with the settings of the step's phase."""
-        section = pair_section(self._phase_plan.config(max(self._step - 1, 0)))
-        return vector_sums(vectors, micro_batches, section, self.context.dp, num_losses)
+        config = self._phase_plan.config(max(self._step - 1, 0))
+        return vector_sums(vectors, micro_batches, config, self.context.dp, num_losses)
 
     @functools.cached_property
     def _phase_plan(self) -> PhasePlan:

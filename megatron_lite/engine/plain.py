@@ -8,6 +8,7 @@ import torch
 
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import Engine, StepResult
+from megatron_lite.engine.vector_loss import vector_groups
 from megatron_lite.optim.lr_multipliers import LrMultipliers
 from megatron_lite.parallel.context import Mpu, ParallelContext
 from megatron_lite.transformer.batch import Batch
@@ -79,14 +80,15 @@ class PlainEngine(Engine):
 
     def _vector_losses(self, micro_batches: Sequence[MicroBatch]) -> Iterator[_MicroBatchLoss]:
         """As `_losses`, of batches of pairs: the product of vectors and their gradients has the loss's gradient."""
-        is_only = len(micro_batches) == 1  # its first pass keeps the graph, and there is no second one
-        with torch.set_grad_enabled(is_only):
-            vectors = [self._engine(self._on_device(micro_batch))[0] for micro_batch in micro_batches]
-        sums, gradients = self._vector_sums(vectors, micro_batches, self._model.num_losses)
-        for micro_batch, gradient in zip(micro_batches, gradients, strict=True):
-            again = vectors[0] if is_only else self._engine(self._on_device(micro_batch))[0]
-            yield micro_batch, (again * gradient).sum(), sums
-            sums = torch.zeros_like(sums)
+        for group in vector_groups(micro_batches):
+            is_only = len(group) == 1  # its first pass keeps the graph, and there is no second one
+            with torch.set_grad_enabled(is_only):
+                vectors = [self._engine(self._on_device(micro_batch))[0] for micro_batch in group]
+            sums, gradients = self._vector_sums(vectors, group, self._model.num_losses)
+            for micro_batch, gradient in zip(group, gradients, strict=True):
+                again = vectors[0] if is_only else self._engine(self._on_device(micro_batch))[0]
+                yield micro_batch, (again * gradient).sum(), sums
+                sums = torch.zeros_like(sums)
 
     def _on_device(self, micro_batch: MicroBatch) -> MicroBatch:
         return micro_batch.to(self.context.device, self._buffer_for(micro_batch))

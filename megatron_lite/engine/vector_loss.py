@@ -19,7 +19,14 @@ from data_utils.objectives.own_corpora import TEXT_PAIRS
 from megatron_lite.config.tree import Config
 from megatron_lite.parallel.collectives import Group, all_gather, all_reduce
 from megatron_lite.transformer.micro_batch import MicroBatch
-from megatron_lite.transformer.pair_losses import CoSent, InfoNce, PairLoss, Records, loss_and_gradient
+from megatron_lite.transformer.pair_losses import (
+    CoSent,
+    InfoNce,
+    PairLoss,
+    Records,
+    loss_and_gradient,
+    teacher_loss,
+)
 from megatron_lite.transformer.pair_records import PairInputs, PairRecords
 
 
@@ -28,6 +35,13 @@ def pair_section(config: Config) -> ContrastiveConfig:
     return next(
         choice.section for choice in config.objective_choices if choice.section.own_corpora == TEXT_PAIRS
     )
+
+
+def vector_groups(micro_batches: Sequence[MicroBatch]) -> list[Sequence[MicroBatch]]:
+    """Micro-batches whose loss is of each other's vectors: all, or each alone where a teacher's vectors are the aim."""
+    if all(micro_batch.extra_inputs.targets is not None for micro_batch in micro_batches):
+        return [[micro_batch] for micro_batch in micro_batches]
+    return [micro_batches]
 
 
 def pair_loss(section: ContrastiveConfig) -> PairLoss:
@@ -59,17 +73,22 @@ def on_device(records: PairRecords, is_there: torch.Tensor, device: torch.device
 def vector_sums(
     vectors: Sequence[torch.Tensor],
     micro_batches: Sequence[MicroBatch],
-    section: ContrastiveConfig,
+    config: Config,
     group: Group,
     num_losses: int,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The loss of this rank's records, and the gradients of its vectors, both times the weight of the loss.
 
-    Args: vectors: of each micro-batch, see `vector_loss`. section: of the step's phase.
+    Args: vectors: of each micro-batch, see `vector_loss`. config: of the step's phase.
     Returns: fp64 [losses, 2], sum and weight of each loss; fp32 [G, D] of each micro-batch.
     """
-    inputs = [micro_batch.extra_inputs for micro_batch in micro_batches]
-    total, weight, gradients = vector_loss(vectors, inputs, group, pair_loss(section), matryoshka(section))
+    section, inputs = pair_section(config), [micro_batch.extra_inputs for micro_batch in micro_batches]
+    if section.needs_vectors:
+        total, weight, gradients = distances(vectors, inputs, config.embedding.normalize)
+    else:
+        total, weight, gradients = vector_loss(
+            vectors, inputs, group, pair_loss(section), matryoshka(section)
+        )
     scale = float(micro_batches[0].extra_weights)  # on the host; of a loss that is a mean, equal for all
     sums = torch.zeros(num_losses, 2, dtype=torch.float64, device=total.device)
     sums[CONTRASTIVE.number] = scale * torch.stack([total, torch.full_like(total, weight)])
@@ -118,3 +137,22 @@ def vector_loss(
     parts = own_gradient.flatten(0, 1).split([len(of.numbers) * texts for of in inputs])
     gradients = [part[of.slots.long()] for part, of in zip(parts, inputs, strict=True)]
     return total, float(loss.weight(rows, records.is_counted)), gradients
+
+
+def distances(
+    vectors: Sequence[torch.Tensor], inputs: Sequence[PairInputs], normalize: bool
+) -> tuple[torch.Tensor, float, list[torch.Tensor]]:
+    """As `vector_loss`, of the distances from a teacher's vectors, which no other rank has a part in.
+
+    The loss of a record is the mean over its texts. Args: normalize: see `teacher_loss`.
+    """
+    totals, gradients = [], []
+    for each, of in zip(vectors, inputs, strict=True):
+        assert of.targets is not None
+        texts = of.records.texts.shape[1]
+        targets = torch.from_numpy(of.targets).to(each.device)[of.slots.long() // texts]
+        total, gradient = teacher_loss(each, targets, normalize)
+        totals.append(total / texts)
+        gradients.append(gradient / texts)
+    weight = sum(int((of.numbers >= 0).sum()) for of in inputs)
+    return torch.stack(totals).sum(), float(weight), gradients

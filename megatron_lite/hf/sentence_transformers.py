@@ -55,6 +55,7 @@ _PLAIN = {
     "unpad_inputs": (False,),
 }
 _IGNORED = ("max_seq_length", "modality_config")
+_DECODER_STATES = ("bart", "mass")  # systems of whose models the package takes the decoder's last states
 _VERSION = "2.4.0"  # the first one that reads what is written here
 _NO_LIMIT = 10**6  # tokenizers without a limit have a huge one
 _TEXTS = (
@@ -175,10 +176,12 @@ def require_same_tokens(run: OpenRun, directory: Path) -> None:
         texts = _texts(text_format)
         ids = encoded(theirs, [before + text for text in texts], **options)
         for text, document, expected in zip(texts, text_format.documents(texts), ids, strict=True):
-            if document.example.tokens.tolist() != expected:
+            ours = document.example.tokens.tolist()
+            if ours != expected:
+                remedy = "; causal.begin is the token before a text" if text_format.is_causal else ""
                 raise CheckpointError(
                     f"{directory}: its tokenizer reads {shown(before + text[:40])} as {_ends(expected)}, but the run "
-                    f"as {_ends(document.example.tokens.tolist())}; vectors would differ."
+                    f"as {_ends(ours)}, so vectors would differ{remedy}."
                 )
 
 
@@ -251,8 +254,15 @@ def _compared(actual: np.ndarray, expected: np.ndarray) -> Comparison:
 def write_modules(directory: Path, run: OpenRun) -> None:
     """Make the directory of an export, which has its card, one of sentence-transformers.
 
-    Raises: ConfigError for a run that makes no vectors; CheckpointError for what older versions compute otherwise.
+    Raises: ConfigError for a run that makes no vectors; CheckpointError for what the package, or an older version,
+        computes otherwise.
     """
+    system = run.config.model.system
+    if system in _DECODER_STATES:
+        raise CheckpointError(
+            f"model.system is {system}, of whose models sentence-transformers takes the decoder's states, not the "
+            "encoder's; export without --sentence-transformers, or embed with scripts/embed.py."
+        )
     text_format = TextFormat(run)
     config, size = text_format.config, run.config.model.hidden_size
     tokenizer = directory / "tokenizer_config.json"

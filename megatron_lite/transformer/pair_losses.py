@@ -6,7 +6,8 @@ Everything is fp32: a temperature of 0.05 multiplies rounding errors of similari
 
 Sources: InfoNCE arXiv:1807.03748; the denominators `symmetric` and `joint` as in arXiv:2103.00020 (CLIP) and
 arXiv:2308.03281 (GTE, section 3.3); CoSENT kexue.fm/archives/8847; Matryoshka arXiv:2205.13147; the margin of false
-negatives as in arXiv:2402.16829 (GISTEmbed), with the trained model as its own guide.
+negatives as in arXiv:2402.16829 (GISTEmbed), with the trained model as its own guide; a teacher's vectors
+arXiv:2004.09813.
 
 Shapes: N records of the global batch, k = 2 + H texts of each, D size of a vector, R rows of one computation.
 """
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+
+from megatron_lite.transformer.pooling import finished
 
 _ROWS = 512  # of similarities in memory at a time
 DENOMINATORS = ("query_to_document", "symmetric", "joint")
@@ -129,6 +132,21 @@ class CoSent:
 
 
 PairLoss = InfoNce | CoSent
+
+
+def teacher_loss(
+    vectors: torch.Tensor, targets: torch.Tensor, normalize: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum over texts of the mean squared difference from a teacher's vectors, fp64 scalar; its gradient, fp32 [G, D].
+
+    Args: vectors, targets: [G, D], the former as they were pooled. normalize: they have length 1 first.
+    """
+    leaf = vectors.detach().float().requires_grad_()
+    with torch.enable_grad():
+        loss = (finished(leaf, normalize) - targets).square().mean(1).sum()
+        loss.backward()
+    assert leaf.grad is not None
+    return loss.detach().double(), leaf.grad
 
 
 def loss_and_gradient(

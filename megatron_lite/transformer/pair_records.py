@@ -33,3 +33,6 @@ class PairInputs(PooledTokens):
     )  # int32 [G]: which text of the micro-batch, k times its sequence plus its number in the record
     numbers: np.ndarray  # int64 [B]: the record of each sequence; -1 for padding
     records: PairRecords
+    targets: (
+        np.ndarray | None
+    )  # fp32 [B, D]: the teacher's vector of each sequence's record, if the loss has one

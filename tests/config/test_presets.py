@@ -171,12 +171,25 @@ def test_a_system_alone_is_trained_on_its_own_objective(system, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("system", "form"),
-    [(None, "glm"), ("modernbert", "bert"), ("t5_1_1", "t5"), ("xlnet", "xlnet"), ("llama", "causal")],
+    ("system", "others", "form"),
+    [
+        (None, [], "glm"),
+        (None, ["objectives.masked_lm=0"], "bert"),
+        (None, ["objectives.causal=1"], "causal"),
+        ("modernbert", [], "bert"),
+        ("t5_1_1", [], "t5"),
+        ("xlnet", [], "xlnet"),
+        ("llama", [], "causal"),
+        ("llama", ["objectives.causal=1", "causal.begin=cls"], "causal_cls"),
+        ("qwen2", ["objectives.causal=1", "causal.begin=none"], "causal_none"),
+        ("glm4", ["objectives.blank_infilling=0"], "glm"),
+    ],
 )
-def test_text_pairs_are_written_as_the_system_reads_a_text(system, form, tmp_path):
-    chosen = ["objectives={contrastive: 1}", *([] if system is None else [f"model.system={system}"])]
+def test_text_pairs_are_written_as_the_model_reads_a_text(system, others, form, tmp_path):
+    chosen = ["objectives={contrastive: 1}", *others, *([f"model.system={system}"] if system else [])]
     chosen += ["model.decoder_layers=2"] if form == "t5" else []
+    if "objectives.causal=1" in others:
+        chosen.append("data.train=[{prefix: pairs, objective: contrastive}, {prefix: text}]")
     assert read(tmp_path, *chosen).objective_sections["contrastive"].form == form
     assert (
         read(tmp_path, *chosen, "contrastive.form=prefix").objective_sections["contrastive"].form == "prefix"

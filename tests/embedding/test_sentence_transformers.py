@@ -76,6 +76,23 @@ def test_glm_itself_is_exported_with_its_code(tmp_path):
     assert comparisons["vectors"]["largest_difference"] < 1e-5
 
 
+def test_vectors_of_bart_are_not_exported(tmp_path):
+    """The package would take its decoder's states."""
+    source = write_sentence_transformers(tmp_path / "source", "bart")
+    import_directory(source, tmp_path / "run", {}, verify=False)
+    with pytest.raises(CheckpointError, match="the decoder's states"):
+        export_run(tmp_path / "run", tmp_path / "export", ExportOptions(sentence_transformers=True))
+    assert not (tmp_path / "export").exists()
+
+
+def test_a_decoder_reads_texts_without_a_beginning_if_it_is_told(tmp_path):
+    """This Llama's tokenizer writes no token before a text."""
+    source = write_sentence_transformers(tmp_path / "source", "llama", "last")
+    with pytest.raises(CheckpointError, match=r"causal\.begin is"):
+        import_directory(source, tmp_path / "run", {}, verify=False)
+    import_directory(source, tmp_path / "run", {"causal": {"begin": "none"}}, verify=False)
+
+
 MODULES = [{"idx": 0, "path": "", "type": "sentence_transformers.models.Transformer"}]
 POOLED = [*MODULES, {"idx": 1, "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from support.distributed import run_ranks
+from support.embeddings import write_sentence_transformers
+from support.hf_runs import tree, write_run, write_vocabulary
 from support.project import small_run
 from support.text_pairs import random_records, write_text_pairs
 from support.training import fit, make_trainer, records
@@ -15,8 +18,12 @@ from support.training import fit, make_trainer, records
 from data_utils.common.settings import build, merge
 from data_utils.tokenizers.tokenizer_readers import TokenizerConfig
 from megatron_lite.config.sections import ParallelConfig
+from megatron_lite.config.systems import with_objective
 from megatron_lite.config.tree import load_file
+from megatron_lite.embedding.embedder import Embedder, TextFormat
+from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory
+from megatron_lite.inference.open_run import load_run
 
 SIZE, STEPS = 16, 20
 
@@ -88,29 +95,70 @@ def fit_and_list(context, tree) -> np.ndarray:
     """Train; the records of all samples of the run."""
     trainer = make_trainer(context, tree)
     trainer.fit()
-    return trainer.train_data._loader.mixture.locate(np.arange(STEPS * SIZE))[2]
+    return trainer.train_data._loader.mixture.locate(np.arange(tree["training"]["steps"] * SIZE))[2]
 
 
-def test_steps_equal_sentence_transformers(corpus, pairs, sentence_model, tmp_path):
-    """Twenty steps of AdamW from equal weights on equal batches: losses and weights."""
+def imported(system: str, sentence_model: Path, directory: Path) -> tuple[dict, Path]:
+    """The settings of a run in a directory with a model's weights, and the same model for sentence-transformers."""
+    run = directory / "run"
+    if system == "glm":
+        dropout = {f"{name}_dropout": 0.0 for name in ("embedding", "attention", "output")}
+        settings = merge(
+            tree(write_vocabulary(directory), **dropout), {"objectives": {"blank_infilling": 1.0}}
+        )
+        settings = merge(settings, {"embedding": {"max_length": 16}})
+        write_run(run, settings)
+        export_run(run, directory / "model", ExportOptions(sentence_transformers=True))
+        return settings, directory / "model"
+    source = sentence_model
+    if system != "bert":
+        source = write_sentence_transformers(directory / "model", system, "last", length=16)
+    import_directory(source, run, {})
+    return load_file(run / "config.yaml"), source
+
+
+@pytest.mark.parametrize(
+    ("system", "positive", "negatives", "steps"),
+    [
+        ("bert", "positive", 2, STEPS),
+        ("bert", "query", 0, 3),
+        ("bert", "teacher", 0, 3),
+        ("glm", "positive", 2, 3),
+        ("qwen2", "positive", 2, 3),
+    ],
+)
+def test_steps_equal_sentence_transformers(
+    corpus, pairs, sentence_model, tmp_path, system, positive, negatives, steps
+):
+    """Steps of AdamW without dropout from equal weights on equal batches, and the vectors that both then make.
+
+    Of an encoder: pairs, the same text twice, and texts with the vectors of a teacher; of GLM with its own code in
+    transformers, and of a decoder.
+    """
     import sentence_transformers
     from sentence_transformers.sentence_transformer import losses
 
-    records_of_a = pairs[0]["a"]
-    import_directory(sentence_model, tmp_path / "run", {})
-    imported = load_file(tmp_path / "run/config.yaml")
-    tokenizer = build(TokenizerConfig, imported["tokenizer"])
-    options = {"negatives": 2, "query_prompt": "word1 word2 "}
+    records_of_a, has_teacher = pairs[0]["a"], positive == "teacher"
+    positive = "query" if has_teacher else positive
+    targets = np.random.default_rng(0).standard_normal((len(records_of_a), 32)).astype(np.float32)
+    imported_tree, source = imported(system, sentence_model, tmp_path)
+    tokenizer = build(TokenizerConfig, imported_tree["tokenizer"])
+    prompt = "word1 word2 " if negatives else ""
+    options = {"negatives": negatives, "query_prompt": prompt, "positive_column": positive}
     prefix = write_text_pairs(tmp_path / "a", tokenizer, records_of_a, **options)
     changes = tree_of(corpus, {"a": prefix}, tmp_path / "run")
     for section in ("model", "tokenizer"):
         del changes[section]
     changes["data"] |= {"validation": [], "sequence_length": 16}
-    tree = merge(
-        merge(imported, changes),
+    if has_teacher:
+        np.save(tmp_path / "teacher.npy", targets)
+        changes["data"]["train"][0]["vectors"] = str(tmp_path / "teacher.npy")
+        changes["contrastive"]["loss"] = "mse"
+    run_tree = merge(
+        merge(imported_tree, changes),
         {
-            "objectives": {"masked_lm": 0.0},
-            "training": {"steps": STEPS, "eval_interval": 0, "precision": "fp32"},
+            "objectives": {name: 0.0 for name in imported_tree["objectives"]},
+            "training": {"steps": steps, "eval_interval": 0, "precision": "fp32"},
             "optimizer": {
                 "lr": 1e-3,
                 "weight_decay": 0.0,
@@ -122,28 +170,33 @@ def test_steps_equal_sentence_transformers(corpus, pairs, sentence_model, tmp_pa
             "contrastive": {"document_length": 16},
         },
     )
-    (chosen,) = run_ranks(fit_and_list, 1, tree)
+    (chosen,) = run_ranks(fit_and_list, 1, with_objective(run_tree))
     ours = [each["loss"] for each in records(tmp_path / "run").values()]
 
-    model = sentence_transformers.SentenceTransformer(str(sentence_model), device="cpu")
-    loss_of = losses.MultipleNegativesRankingLoss(model, scale=20.0)
+    model = sentence_transformers.SentenceTransformer(str(source), device="cpu", trust_remote_code=True)
+    loss_of = losses.MSELoss(model) if has_teacher else losses.MultipleNegativesRankingLoss(model, scale=20.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     model.train()
     theirs = []
-    for numbers in chosen.reshape(STEPS, SIZE):
+    for numbers in chosen.reshape(steps, SIZE):
         batch = [records_of_a[number] for number in numbers]
         columns = [
-            [f"word1 word2 {each['query']}" for each in batch],
-            [each["positive"] for each in batch],
-            *([each["negatives"][i] for each in batch] for i in range(2)),
+            [f"{prompt}{each['query']}" for each in batch],
+            [each[positive] for each in batch],
+            *([each["negatives"][i] for each in batch] for i in range(negatives)),
         ]
-        loss = loss_of([model.preprocess(column) for column in columns], None)
+        labels = torch.from_numpy(targets[numbers]) if has_teacher else None
+        loss = loss_of([model.preprocess(column) for column in columns], labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         theirs.append(loss.item())
     assert ours == pytest.approx(theirs, rel=1e-5)
-    assert theirs[-1] < theirs[0] - 0.5  # it has learnt
+    assert steps < STEPS or theirs[-1] < theirs[0] - 0.5  # it has learnt
+    run, texts = load_run(tmp_path / "run"), [each["positive"] for each in records_of_a]
+    vectors = Embedder(run, TextFormat(run)).embed(texts)
+    expected = model.eval().encode(texts, normalize_embeddings=run.config.embedding.normalize)
+    assert np.abs(vectors - expected).max() < 1e-4 * np.abs(expected).max()
 
 
 def test_a_stopped_run_goes_on_as_if_it_had_not(corpus, pairs, tmp_path):

@@ -9,8 +9,9 @@ POOLING = "megatron_lite/transformer/pooling.py"
 EMBEDDER = "megatron_lite/embedding/embedder.py"
 LOSSES, STEP = "megatron_lite/transformer/pair_losses.py", "megatron_lite/engine/vector_loss.py"
 LAYOUTS, PAIRS = "tests/embedding/test_layouts.py", "tests/embedding/test_pair_losses.py"
+TRAINING = "tests/embedding/test_training.py::test_steps_equal_sentence_transformers"
 CHUNKS, TWO_RANKS = (
-    f"{LAYOUTS}::test_layouts_equal_one_process[tensor1-pipeline1-data{ranks}-size2-zero1-sequenceFalse-poolingmean-systembert]"
+    f"{LAYOUTS}::test_layouts_equal_one_process[tensor1-pipeline1-data{ranks}-size2-zero1-sequenceFalse-poolingmean-systembert-kindpairs]"
     for ranks in (1, 2)
 )
 
@@ -106,5 +107,54 @@ EMBEDDINGS = (
         "micro_batch = __import__('dataclasses').replace(micro_batch, dropout=None)\n"
         "            again = vectors[0] if is_only else self._engine(self._on_device(micro_batch))[0]",
         (CHUNKS,),
+    ),
+    Plant(
+        "the same dropout for a text and its second copy",
+        "megatron_lite/transformer/kernels/dropout.py",
+        "sample_keys[:, None] + np.arange(length, dtype=np.uint64)",
+        "sample_keys[:, None] + np.zeros(length, dtype=np.uint64)",
+        (f"{LAYOUTS}::test_the_same_text_twice_differs_by_dropout_alone",),
+    ),
+    Plant(
+        "a positive that equals its query is left out",
+        LOSSES,
+        "to_documents.masked_fill(left_out & ~is_positive, -torch.inf)",
+        "to_documents.masked_fill(left_out, -torch.inf)",
+        (f"{LAYOUTS}::test_one_process_equals_plain_torch[cls-twice]",),
+    ),
+    Plant(
+        "the teacher's vectors of other records",
+        "megatron_lite/models/text_pairs/batch.py",
+        "index.vectors[windows[numbers]]",
+        "index.vectors[numbers]",
+        (f"{TRAINING}[bert-teacher-0-3]",),
+    ),
+    Plant(
+        "the distance from a teacher's vector before the student's is normalized",
+        LOSSES,
+        "finished(leaf, normalize) - targets",
+        "finished(leaf, False) - targets",
+        (f"{LAYOUTS}::test_one_process_equals_plain_torch[mean-teacher]",),
+    ),
+    Plant(
+        "a record's distance summed over its texts",
+        STEP,
+        "gradients.append(gradient / texts)",
+        "gradients.append(gradient)",
+        (f"{LAYOUTS}::test_one_process_equals_plain_torch[mean-teacher]",),
+    ),
+    Plant(
+        "GLM reads the texts of pairs as BERT does",
+        "megatron_lite/config/systems.py",
+        '"blank_infilling": "glm", ',
+        "",
+        (f"{TRAINING}[glm-positive-2-3]",),
+    ),
+    Plant(
+        "another begin of a decoder's texts in training than in use",
+        "megatron_lite/config/systems.py",
+        'return _CAUSAL_FORMS.get(begin, "causal") if',
+        'return "causal" if',
+        (f"{TRAINING}[qwen2-positive-2-3]",),
     ),
 )

@@ -116,13 +116,12 @@ def _format_of_objective(choice: ObjectiveChoice) -> InputFormat:
             f"the objective {choice.name} has no input format for tasks; set task.form to one of "
             f"{', '.join(dict.fromkeys(FORMAT_OF_OBJECTIVE.values()))}."
         )
-    declared = OBJECTIVES[choice.name].text_format
+    name = choice.section.reads_as or choice.name
+    declared = OBJECTIVES[name].text_format
     # Another objective's, by its settings.
     if declared is not None and writing.input_format != declared.input_format:
         return InputFormat(writing.input_format, _objectives_with(writing.input_format)[0])
-    input_format = InputFormat(
-        writing.input_format, choice.name, writing.masks, predict_cls=bool(writing.forced)
-    )
+    input_format = InputFormat(writing.input_format, name, writing.masks, predict_cls=bool(writing.forced))
     if writing.before == input_format.writing.before:
         return input_format
     return replace(input_format, before=writing.before)

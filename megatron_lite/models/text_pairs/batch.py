@@ -6,7 +6,7 @@ sample numbers, and no rank waits for another.
 
 A record whose query or positive equals that of an earlier record of the global batch is left out of it, whatever
 becomes of the earlier one: its row is padding, and it does not count. So no query and no positive is twice in a batch.
-CoSENT, which has no negatives, keeps all records.
+CoSENT and a teacher's vectors, which have no negatives, keep all records.
 
 Shapes: N records of the global batch, k texts of each; B sequences of the micro-batch of S tokens, with G texts in all.
 """
@@ -49,6 +49,7 @@ class PairBatch(TextBatch):
         pooling: one of POOLINGS.
         prompt_tokens: tokens that the mean leaves out in front of a text: of the query and of the other texts.
         is_one_loss: the batch has one loss, not one for each record (CoSENT).
+        targets: fp32 [B, D], the teacher's vector of each sequence's record; None = the loss has no teacher.
     """
 
     def __init__(
@@ -61,10 +62,11 @@ class PairBatch(TextBatch):
         pooling: str,
         prompt_tokens: tuple[int, int] = (0, 0),
         is_one_loss: bool = False,
+        targets: np.ndarray | None = None,
     ):
         super().__init__(fields, samples, pooling=pooling)
         self.numbers, self.records = numbers, records
-        self.prompt_tokens, self.is_one_loss = prompt_tokens, is_one_loss
+        self.prompt_tokens, self.is_one_loss, self.targets = prompt_tokens, is_one_loss, targets
         self.skipped = self.skipped_tokens[self.texts % records.texts.shape[1]]
 
     @property
@@ -94,7 +96,9 @@ class PairBatch(TextBatch):
         pooled = super().extra_inputs(order, decoder_start, predicted, few_counts, config)
         return ExtraInputs(
             arrays={**pooled.arrays, "slots": self.texts},
-            make=lambda tensors: PairInputs(**tensors, numbers=self.numbers, records=self.records),
+            make=lambda tensors: PairInputs(
+                **tensors, numbers=self.numbers, records=self.records, targets=self.targets
+            ),
             weights=np.ones(1, np.float32),
             weight_objectives=np.array([CONTRASTIVE.number]),
         )
@@ -116,10 +120,11 @@ class PairBatch(TextBatch):
         more = sequences - len(self.samples)
         samples = np.pad(self.samples, (0, more))
         numbers = np.pad(self.numbers, (0, more), constant_values=-1)
+        targets = None if self.targets is None else np.pad(self.targets, ((0, more), (0, 0)))
         fields = super().padded(sequences).fields
         return PairBatch(
-            fields, samples, numbers, self.records,
-            pooling=self.pooling, prompt_tokens=self.prompt_tokens, is_one_loss=self.is_one_loss,
+            fields, samples, numbers, self.records, pooling=self.pooling, prompt_tokens=self.prompt_tokens,
+            is_one_loss=self.is_one_loss, targets=targets,
         )  # fmt: skip
 
 
@@ -131,12 +136,12 @@ class PairSamples:
 
     def __init__(self, loader: SampleLoader, section: ContrastiveConfig, embedding: EmbeddingConfig):
         self._loader, self.prefetch, self.fingerprint = loader, loader.prefetch, loader.fingerprint
-        self._is_one_loss = section.loss == "cosent"
+        self._is_one_loss, self._has_negatives = section.loss == "cosent", section.has_negatives
         form = FORMS[section.form]
         self._num_before = len(form.before)
         self._pooling = embedding.pooling_of(form.is_causal)
         self._includes_prompt = embedding.include_prompt
-        self._last: tuple[PairRecords, TextPairIndex] | None = None
+        self._last: tuple[PairRecords, TextPairIndex, np.ndarray] | None = None
 
     def batch(self, indices: np.ndarray) -> np.ndarray | Batch:
         """Samples int64 [B]."""
@@ -146,9 +151,12 @@ class PairSamples:
         found = self._records_of(indices)
         if found is None:
             return fields
-        records, index = found
+        records, index, windows = found
         numbers = indices - records.first_sample
         assert numbers.min() >= 0 and numbers.max() < len(records.texts), "samples of two global batches"
+        targets = None
+        if index.vectors is not None:
+            targets = np.asarray(index.vectors[windows[numbers]], np.float32)
         numbers = np.where(records.is_counted[numbers], numbers, -1)
         skipped = numbers < 0
         fields[skipped] = 0
@@ -158,12 +166,12 @@ class PairSamples:
             for tokens in index.prompt_tokens
         )
         return PairBatch(
-            fields, indices, numbers, records,
-            pooling=self._pooling, prompt_tokens=(query, document), is_one_loss=self._is_one_loss,
+            fields, indices, numbers, records, pooling=self._pooling, prompt_tokens=(query, document),
+            is_one_loss=self._is_one_loss, targets=targets,
         )  # fmt: skip
 
-    def _records_of(self, indices: np.ndarray) -> tuple[PairRecords, TextPairIndex] | None:
-        """The global batch of samples, and its corpus; None for a batch of text."""
+    def _records_of(self, indices: np.ndarray) -> tuple[PairRecords, TextPairIndex, np.ndarray] | None:
+        """The global batch of samples, its corpus, and its records there; None for a batch of text."""
         mixture = self._loader.mixture_at(indices)
         start, unit = mixture.start.first_sample, mixture.unit
         first = start + (int(indices.min()) - start) // unit * unit
@@ -175,7 +183,7 @@ class PairSamples:
         if not isinstance(index, TextPairIndex):
             return None
         texts = index.hashes(numbers)
-        is_counted = np.ones(len(texts), bool) if self._is_one_loss else first_of_equals(texts)
+        is_counted = first_of_equals(texts) if self._has_negatives else np.ones(len(texts), bool)
         records = PairRecords(first, texts, texts != 0, is_counted, index.scores(numbers))
-        self._last = records, index
+        self._last = records, index, numbers
         return self._last

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from data_utils.common.errors import DataError
 from data_utils.objectives.own_corpora import TEXT_PAIRS
 from megatron_lite.config.tree import Config
 from megatron_lite.models.text_pairs.batch import PairSamples
@@ -15,6 +16,15 @@ class TextPairSpec(ModelSpec):
 
     def samples(self, config: Config, loader: Any, purpose: str) -> PairSamples:
         section = next(c.section for c in config.objective_choices if c.section.own_corpora == TEXT_PAIRS)
+        size = config.model.hidden_size
+        for index in loader.mixtures[0].indexes:  # of all phases
+            vectors = getattr(index, "vectors", None)
+            if vectors is not None and vectors.shape[1] != size:
+                raise DataError(
+                    f"the teacher's vectors of {index.dataset.prefix} have {vectors.shape[1]} numbers, but "
+                    f"model.hidden_size is {size}; write them with scripts/embed.py --dimensions {size}, or reduce "
+                    "them by PCA."
+                )
         return PairSamples(loader, section, config.embedding)
 
     def is_unused(self, name: str, config: Config) -> bool:

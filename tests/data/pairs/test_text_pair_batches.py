@@ -220,7 +220,7 @@ def test_each_form_has_its_special_tokens_in_their_places(corpus, form):
     first = [*before, *range(100, 100 + room), *after]
     assert texts_of_row(batch[0]) == {0: first, 1: [*before, 109, *after]}
     orders = batch[0, ORD, : len(first)].tolist()
-    assert orders == (list(range(len(first))) if form == "causal" else [0] * len(first))
+    assert orders == (list(range(len(first))) if text_format.is_causal else [0] * len(first))
 
 
 def test_a_batch_says_where_its_texts_are(corpus, prefixes):
@@ -300,6 +300,8 @@ def test_a_hundred_million_records_need_no_memory(tmp_path):
         ({"contrastive": {"matryoshka_sizes": [16, 64]}}, "more than model.hidden_size"),
         ({"contrastive": {"matryoshka_sizes": [16, 8], "matryoshka_weights": [1]}}, "1 numbers for 2"),
         ({"contrastive": {"loss": "cosent", "directions": "joint"}}, "no directions"),
+        ({"contrastive": {"loss": "mse", "matryoshka_sizes": [8]}}, "compares whole vectors"),
+        ({"phases": [{"steps": 2}, {"contrastive": {"loss": "cosent"}}]}, "contrastive.loss is set"),
         ({"data": {"short_prob": 0.1}}, "no windows of text"),
         ({"contrastive": {"query_length": 100}}, "max_position"),
     ],
@@ -325,6 +327,28 @@ def test_corpora_that_do_not_suit_are_refused(corpus, prefixes, records, tmp_pat
     prefix = write_text_pairs(tmp_path / "plain", corpus / "vocab.txt", plain)
     with pytest.raises(DataError, match="no scores"):
         opened(tree_of(corpus, {"a": prefix, "b": prefix}, contrastive={"loss": "cosent"}))
+
+
+def test_vectors_of_a_teacher_that_do_not_suit_are_refused(corpus, prefixes, tmp_path):
+    path = tmp_path / "teacher.npy"
+
+    def samples(vectors, loss="mse"):
+        tree = tree_of(corpus, prefixes, contrastive={"loss": loss})
+        tree["data"]["train"] = [{"prefix": prefixes["a"], "objective": "contrastive", "vectors": vectors}]
+        return samples_of(tree)
+
+    for array, message in (
+        (np.zeros((89, 32), np.float32), r"float32 \[89, 32\], but needs a vector for each of the 90"),
+        (np.zeros((90, 32), np.int32), "is int32"),
+        (np.zeros((90, 16), np.float32), "--dimensions 32"),
+        (np.array([{}]), "cannot be read"),  # a pickle
+    ):
+        np.save(path, array)
+        with pytest.raises(DataError, match=message):
+            samples(str(path))
+    for vectors, loss in ((None, "mse"), (str(path), "infonce")):
+        with pytest.raises(DataError, match="mse alone reads and needs"):
+            samples(vectors, loss)
 
 
 def test_a_section_has_the_settings_of_its_rows():

@@ -185,6 +185,13 @@ def test_named_columns_may_be_nested(tmp_path):
         assert texts_of(prefix) == [["a", "b", "c", "d"]]
 
 
+@pytest.mark.parametrize("name", ["texts.jsonl", "texts.parquet", "texts.csv"])
+def test_a_text_may_be_its_own_positive(tmp_path, name):
+    records = [{"query": text, "positive": "c", "negatives": [], "score": 0.5} for text in ("a", "b")]
+    prefix = made(tmp_path, records, name, positive_column="query", negatives=0)
+    assert texts_of(prefix) == [["a", "a"], ["b", "b"]]
+
+
 @pytest.mark.parametrize(
     ("records", "options", "message"),
     [
@@ -193,7 +200,7 @@ def test_named_columns_may_be_nested(tmp_path):
         ([{"query": "a", "positive": "b", "score": "high"}], {}, "'high', not a number"),
         ([{"query": "a", "positive": 3}], {}, "holds a number"),
         ([{"query": "a", "positive": "b"}, {"query": "a"}], {}, "no field 'positive'"),
-        ([{"query": "a", "positive": "b"}], {"positive_column": "query"}, "twice"),
+        ([{"query": "a", "positive": "b"}], {"negative_columns": ["query"]}, "several roles"),
         ([{"query": "a", "positive": "b"}], {"text_key": "query"}, "--query-column"),
         ([{"query": "a", "positive": "b"}], {"capitals": True}, "--text-pairs is given with --capitals"),
         ([{"query": "a", "positive": "b"}], {"text_pairs": False, "negatives": 1}, "without --text-pairs"),
