@@ -11,6 +11,7 @@ from data_utils.common.settings import check
 from data_utils.objectives import OBJECTIVES, objective_class
 from data_utils.objectives.own_corpora import TEXT_PAIRS
 from megatron_lite.config.attention import check_attention
+from megatron_lite.config.experts import check_run
 from megatron_lite.config.lora import check_updates
 from megatron_lite.config.systems import ENCODER_DECODERS, can_mean, usual_objective
 from megatron_lite.config.task_head import check_head
@@ -40,6 +41,7 @@ def check_together(config: Config) -> None:
     check_head(config)
     _check_task(config)
     check_updates(config)
+    check_run(config)
     config.data.check_decoder(config.decoder_tokenizer is not None)
     _check_second_stack(config)
     for choice in config.objective_choices:

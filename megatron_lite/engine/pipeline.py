@@ -86,7 +86,13 @@ class _Inputs:
         """Args: tables: of relative positions, those that the stage's blocks read."""
         ids, plan = micro_batch.ids, micro_batch.plan
         context = make_context(
-            config.model, micro_batch.tokens.shape, ids, plan, micro_batch.dropout, parallel
+            config.model,
+            micro_batch.tokens.shape,
+            ids,
+            plan,
+            micro_batch.dropout,
+            parallel,
+            routed=micro_batch.routed,
         )
         # Each stage computes the bias of its own copy of a table: sending it would be many times the hidden state.
         table, positions, stack_contexts = tables.get("relative_bias"), ids[0], None
@@ -142,7 +148,7 @@ class _Positions(PositionEmbeddings):
 
 class _Block(Block):
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel, recompute: str):
-        super().__init__(config, parallel, recompute, layer == 0)
+        super().__init__(config, parallel, recompute, layer)
         self.layer = layer
 
     def forward(self, x: Hidden, inputs: _Inputs) -> Hidden:  # type: ignore[override]
@@ -167,7 +173,7 @@ class _DecoderBlock(DecoderBlock):
     """A block of the decoder. The first one also normalises the encoder's output."""
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel, recompute: str):
-        super().__init__(config, parallel, recompute)
+        super().__init__(config, parallel, recompute, layer)
         is_first = layer == config.num_layers
         self.encoder_layernorm = encoder_layernorm(config, parallel) if is_first else None
         self.encoder_dropout = config.final_dropout if is_first else 0.0

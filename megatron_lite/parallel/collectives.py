@@ -148,6 +148,17 @@ class _GatherTokens(torch.autograd.Function):
         return local_shard(grad, ctx.group).contiguous(), None
 
 
+class _GatherTokensToSplit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):  # type: ignore[no-untyped-def]
+        ctx.group = group
+        return all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return _reduce_scatter(grad.clone(), ctx.group), None
+
+
 class _ReduceScatterTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):  # type: ignore[no-untyped-def]
@@ -175,6 +186,14 @@ def reduce_from_group(x: torch.Tensor, group: Group) -> torch.Tensor:
 def gather_tokens(x: torch.Tensor, group: Group) -> torch.Tensor:
     """[T/size, D] on each rank -> [T, D] on all, for equal operations on all. Backward: the rank's own shard."""
     return _GatherTokens.apply(x, group)
+
+
+def gather_tokens_to_split(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """[T/size, D] on each rank -> [T, D] on all, for products of which each computes a part.
+
+    Backward: the sum of the ranks' gradients of the rank's own tokens.
+    """
+    return _GatherTokensToSplit.apply(x, group)
 
 
 def reduce_scatter_tokens(x: torch.Tensor, group: Group) -> torch.Tensor:
