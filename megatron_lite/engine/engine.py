@@ -57,6 +57,7 @@ from megatron_lite.transformer.embedding import PositionEmbeddings
 from megatron_lite.transformer.length_table import length_table
 from megatron_lite.transformer.lengths import builds_kernels, few_lengths
 from megatron_lite.transformer.micro_batch import MicroBatch, prepare
+from megatron_lite.transformer.router import Router
 from megatron_lite.transformer.tensor_parallel import (
     ColumnParallelLinear,
     Partition,
@@ -151,6 +152,13 @@ class Engine(ABC):
         self.context = context
         self._config = config
         self._has_graphs = config.training.cuda_graphs and context.device.type == "cuda"
+        routers = [each for each in module.modules() if isinstance(each, Router)]
+        self._routers = {
+            name: router for name, p in named.items() for router in routers if p is router.weight
+        }
+        # Moved by counts and not by gradients, and whole on every rank: the optimizer does not know them.
+        self._biases = {name: p for name, p in named.items() for router in routers if p is router.bias}
+        named = {name: p for name, p in named.items() if name not in self._biases}
         self._named = named
         self._multipliers = lora_multipliers(named, config) if multipliers is None else multipliers
         if config.model.mup is not None:
@@ -248,7 +256,7 @@ class Engine(ABC):
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters of this rank under their global names, with the values of the last step."""
         self._zero.wait_for_weights()
-        return self._named
+        return {**self._named, **self._biases}
 
     @abstractmethod
     def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
@@ -258,10 +266,12 @@ class Engine(ABC):
     def evaluate(self, batches: Sequence[Batch]) -> torch.Tensor:
         """fp64 [objectives, 3] as in StepResult, of batches of the training shape, without dropout."""
 
-    def prepared(self, batch: Batch, dropout_seed: int | None, loss_factor: float = 1.0) -> MicroBatch:
+    def prepared(
+        self, batch: Batch, dropout_seed: int | None, loss_factor: float = 1.0, step_share: float = 1.0
+    ) -> MicroBatch:
         """The micro-batch of a batch for this model and parallel configuration, on the host.
 
-        Args: loss_factor: see MicroBatch.
+        Args: loss_factor, step_share: see MicroBatch.
         """
         sequences, length = batch.layout.shape
         slots = sequences * length
@@ -292,7 +302,7 @@ class Engine(ABC):
             tensor_parallel_rank=self.context.tp.rank,
             tensor_parallel_size=self.context.tp.size,
         )
-        return replace(micro_batch, loss_factor=loss_factor)
+        return replace(micro_batch, loss_factor=loss_factor, step_share=step_share)
 
     def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
         """Within the context the model computes with the averages of its weights, if `ema.use` says so."""
@@ -310,6 +320,10 @@ class Engine(ABC):
         def announced_step(*args: Any, **kwargs: Any) -> None:
             self.before_update()
             step(*args, **kwargs)
+            if self._routers:
+                assert isinstance(self._zero, ShardedOptimizer), "configuration checks the stage"
+                for router in self._routers.values():
+                    router.end_step(self.context.dp, self._zero.skipped)
             if self._averages is not None:
                 self._averages.update(self._step)
 
@@ -347,13 +361,15 @@ class Engine(ABC):
     def _phase_plan(self) -> PhasePlan:
         return self._config.phase_plan  # builds the configuration of each phase: once, not in each step
 
-    def _begin_step(self, micro_batches: int, lr: float) -> None:
-        self._zero.begin(micro_batches)
+    def _begin_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> list[MicroBatch]:
+        """The micro-batches with the step's loss scale; learning rates and empty buckets."""
+        self._zero.begin(len(micro_batches))
         for group in self._zero.param_groups:
             multipliers: LrMultipliers = group["multipliers"]
             # At stages 1 and 2 a frozen parameter has no gradient, and torch skips it. At stage 3 its gradient is zero,
             # and only the rate 0 keeps AdamW's moments and weight decay from changing it.
             group["lr"] = lr * multipliers.lr_factor if multipliers.is_trained(self._step) else 0.0
+        return [replace(each, loss_scale=self._zero.loss_factor) for each in micro_batches]
 
     def _result(self, objective_sums: torch.Tensor) -> StepResult:
         return StepResult(objective_sums, self._zero.outcome)
@@ -415,11 +431,19 @@ class Engine(ABC):
                 yield Fragment(
                     name, tuple(values.shape), Partition(), SINGLE, 0, {state_name: values.flatten()}, is_copy
                 )
+        for name, bias in self._biases.items():
+            states = (
+                ("weight",) if self._averages is None else ("weight", "ema")
+            )  # of an average it is the last
+            tensors = {state: bias.data for state in states}
+            is_copy = tp.rank > 0 or self.context.dp.rank > 0
+            yield Fragment(name, tuple(bias.shape), Partition(), SINGLE, 0, tensors, is_copy)
 
     def count_parameters(self) -> int:
         """Parameter tensors of the whole model, over all pipeline stages."""
         context = self.context
-        names = [name for name in self._named if not is_tied_copy(name, self.context)]
+        named = (*self._named, *self._biases)
+        names = [name for name in named if not is_tied_copy(name, self.context)]
         # One rank of each stage counts.
         is_counter = context.dp.rank == 0 and context.tp.rank == 0
         return int(context.sum(torch.tensor([len(names) * is_counter], device=context.device)).item())

@@ -302,7 +302,10 @@ class ShardedOptimizer:
         if module is not None:
             if module not in self._buckets_by_module:
                 self._buckets_by_module[module] = list(
-                    dict.fromkeys(self.bucket_by_param[p] for p in module.parameters())
+                    # Biases of routers are in none.
+                    dict.fromkeys(
+                        self.bucket_by_param[p] for p in module.parameters() if p in self.bucket_by_param
+                    )
                 )
             buckets = self._buckets_by_module[module]
         for bucket in buckets:

@@ -21,7 +21,7 @@ from torch import nn
 
 from megatron_lite.config.experts import ExpertsConfig
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.parallel.collectives import gather_tokens
+from megatron_lite.parallel.collectives import Group, all_reduce, gather_tokens
 from megatron_lite.transformer.forward_context import ForwardContext
 from megatron_lite.transformer.routed_tokens import RoutedTokens
 from megatron_lite.transformer.tensor_parallel import TensorParallel
@@ -119,6 +119,26 @@ class Router(nn.Module):
             measures = [measure.double().sum() * routed.share for measure in (balance, z, entropy)]
             counts = (routed.members @ is_chosen).double().sum(0)
             return loss, torch.cat([counts, torch.stack(measures)])
+
+    @torch.no_grad()
+    def end_step(self, group: Group, skipped: torch.Tensor) -> torch.Tensor:
+        """Move the biases by the counts of the step, unless it is skipped (1.0), and begin the next one.
+
+        Args: group: of the ranks that have other samples.
+        Returns: the sums of the step over all samples, fp64 [E + measures].
+        """
+        sums, self.step_sums = self.step_sums, None
+        if sums is None:  # nothing below is trained
+            sums = torch.zeros(
+                self.settings.count + len(MEASURES), dtype=torch.float64, device=self.weight.device
+            )
+        if group.size > 1:
+            all_reduce(sums, group)
+        counts = sums[: self.settings.count]
+        if self.bias is not None:
+            direction = (counts.mean() - counts).sign().float()
+            self.bias.add_(direction * (1.0 - skipped), alpha=self.settings.bias_rate)
+        return sums
 
     def _add(self, sums: torch.Tensor) -> None:
         self.step_sums = sums if self.step_sums is None else self.step_sums + sums

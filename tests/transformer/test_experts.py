@@ -1,4 +1,4 @@
-"""A mixture of experts is the layer of the classes of transformers, and its router's losses are those of a plain loop."""
+"""A mixture of experts is the layer of the classes of transformers; its router's losses are those of a plain loop."""
 
 from __future__ import annotations
 
