@@ -89,12 +89,13 @@ class Router(nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Router:
         super()._apply(fn, recurse)
         if self.bias is not None:  # in half precision it could not move by bias_rate
-            self.bias.data = self.bias.data.float()
+            self.bias.data = self.bias.data.to(torch.promote_types(self.bias.dtype, torch.float32))
         return self
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> Choice:
         """This rank's tokens of [T, D] -> the choice for all T."""
-        logits = F.linear(x.float(), self.weight.float())
+        wide = torch.promote_types(x.dtype, torch.float32)  # fp64 stays: proofs of conversions compare in it
+        logits = F.linear(x.to(wide), self.weight.to(wide))
         if self.parallel.sequence_parallel:
             logits = gather_tokens(logits, self.parallel.group)
         choice = choose(logits, self.bias, self.settings)

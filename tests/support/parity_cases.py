@@ -110,7 +110,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "system": "deberta_v3", "positions": "learned_blocks", "position_buckets": 8, "lora": _UPDATES,
     },
     "experts": {
-        "activation_dropout": 0.0, "rms_norm": True, "biases": "none", "activation": "silu", "ffn": "gated", "ffn_size": 40, "positions": "rotary",
+        "activation_dropout": 0.0, "rms_norm": True, "biases": "none", "activation": "silu", "ffn": "gated",
+        "ffn_size": 40, "positions": "rotary",
         "experts": {
             "count": 8, "per_token": 2, "width": 16, "shared": 1, "dense_layers": 1, "groups": 4, "kept_groups": 2,
             "factor": 2.5, "biased": True, "bias_rate": 0.01, "balance_loss": 0.1, "z_loss": 0.05,
