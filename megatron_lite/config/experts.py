@@ -130,8 +130,33 @@ def check_run(config: Config) -> None:
         config.decoder is None or config.decoder.experts is None,
         "decoder.experts is set, but experts are of one Transformer; set it to null.",
     )
+    ep = parallel.expert_parallel_size
     if experts is None:
+        check(ep == 1, f"parallel.expert_parallel_size is {ep} without model.experts; set it to 1.")
         return
+    check(
+        experts.count % ep == 0,
+        f"model.experts.count ({experts.count}) must be divisible by parallel.expert_parallel_size ({ep}); change one "
+        "of them.",
+    )
+    for name, value, is_supported, why in (
+        (
+            "optimizer.kind",
+            config.optimizer.kind,
+            config.optimizer.kind == "adamw",
+            "needs whole tensors of all ranks",
+        ),
+        (
+            "task",
+            config.task and config.task.kind,
+            config.task is None,
+            "is evaluated on each rank by itself",
+        ),
+    ):
+        check(
+            ep == 1 or is_supported,
+            f"{name} is {value} with parallel.expert_parallel_size {ep}, but it {why}; set expert_parallel_size to 1.",
+        )
     check(
         parallel.zero_stage < 3,
         "parallel.zero_stage is 3 with model.experts, of which each step computes some only; set it to 1 or 2.",

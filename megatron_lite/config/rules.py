@@ -188,13 +188,14 @@ def _check_fillings(config: Config) -> None:
     parallel, count = config.parallel, config.training.eval_fillings
     # Filling reads the model token by token, for which a rank must hold all weights.
     is_on_one_rank = (
-        parallel.tensor_parallel_size == parallel.pipeline_parallel_size == 1 and parallel.zero_stage < 3
+        parallel.tensor_parallel_size == parallel.pipeline_parallel_size == parallel.expert_parallel_size == 1
+        and parallel.zero_stage < 3
     )
     check(
         not count or is_on_one_rank,
         f"training.eval_fillings is {count}, but no rank holds the whole model; set it to 0 and use "
-        "scripts/generate.py, or set tensor_parallel_size and pipeline_parallel_size to 1 and zero_stage "
-        "to 1 or 2.",
+        "scripts/generate.py, or set tensor_parallel_size, pipeline_parallel_size and expert_parallel_size to 1 and "
+        "zero_stage to 1 or 2.",
     )
     check(
         not count or any(choice.name == "blank_infilling" for choice in config.objective_choices),

@@ -54,6 +54,7 @@ from megatron_lite.transformer.batch import Batch
 from megatron_lite.transformer.block import Block
 from megatron_lite.transformer.cuda_graphs import BlockGraphs
 from megatron_lite.transformer.embedding import PositionEmbeddings
+from megatron_lite.transformer.flops import EXPERTS
 from megatron_lite.transformer.length_table import length_table
 from megatron_lite.transformer.lengths import builds_kernels, few_lengths
 from megatron_lite.transformer.micro_batch import MicroBatch, prepare
@@ -442,11 +443,15 @@ class Engine(ABC):
     def count_parameters(self) -> int:
         """Parameter tensors of the whole model, over all pipeline stages."""
         context = self.context
-        named = (*self._named, *self._biases)
-        names = [name for name in named if not is_tied_copy(name, self.context)]
-        # One rank of each stage counts.
-        is_counter = context.dp.rank == 0 and context.tp.rank == 0
-        return int(context.sum(torch.tensor([len(names) * is_counter], device=context.device)).item())
+        # Each on one rank of those that hold it: of a stage the first one, of experts the first that has them.
+        is_first, has_experts = context.dp.rank == 0, context.edp.rank == 0
+        names = [
+            name
+            for name in (*self._named, *self._biases)
+            if not is_tied_copy(name, context) and (has_experts if EXPERTS in name else is_first)
+        ]
+        counted = len(names) * (context.tp.rank == 0)
+        return int(context.sum(torch.tensor([counted], device=context.device)).item())
 
     def scalar_state(self) -> dict[str, Any]:
         """Kind and step count of the optimizer, other counts by parameter, and the loss scaler; JSON values."""

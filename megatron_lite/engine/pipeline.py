@@ -378,7 +378,7 @@ class PipelineEngine(Engine):
     """Pipeline stages, each with data and tensor parallelism, under ZeRO 1."""
 
     def __init__(self, config: Config, context: ParallelContext, num_losses: int):
-        parallel = TensorParallel(context.tp, config.parallel.sequence_parallel)
+        parallel = TensorParallel(context.tp, config.parallel.sequence_parallel, expert_group=context.ep)
         # no_grad: DeepSpeed broadcasts the tied weight, of which autograd would warn in every backward pass.
         assert context.process_groups is not None
         with quiet_deepspeed(), torch.no_grad(), context.process_groups.shared_with_deepspeed():

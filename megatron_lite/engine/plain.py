@@ -35,7 +35,10 @@ class PlainEngine(Engine):
         # At ZeRO 3 DeepSpeed's hooks reduce a gradient as soon as it exists, so its sum over the tensor-parallel ranks
         # has to be part of the backward pass.
         parallel = TensorParallel(
-            context.tp, config.parallel.sequence_parallel, sums_at_once=config.parallel.zero_stage == 3
+            context.tp,
+            config.parallel.sequence_parallel,
+            sums_at_once=config.parallel.zero_stage == 3,
+            expert_group=context.ep,
         )
         self._model = build_model(config, num_losses, parallel)
         super().__init__(

@@ -47,7 +47,7 @@ def ffn_widths(block: Block) -> tuple[int, int]:
     """Widths of the FFN's two products of a token, on this rank: of all its experts together."""
     if isinstance(block.mlp, MLP):
         return _widths(block.mlp)
-    experts, expert = block.mlp, block.mlp.experts[0]
+    experts, expert = block.mlp, next(iter(block.mlp.experts.values()))
     assert isinstance(expert, Expert)
     shared = (0, 0) if experts.shared is None else _widths(experts.shared)
     own = _widths(expert)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.parallel.collectives import all_gather, exchange
 from megatron_lite.transformer.forward_context import ForwardContext
 from megatron_lite.transformer.kernels.fused import activated
 from megatron_lite.transformer.mlp import MLP
@@ -69,7 +70,9 @@ class Experts(nn.Module):
         self.router = Router(config, settings, parallel)
         # A module for each, named by its number: initial weights, checkpoints and exports follow from the names, on
         # whatever rank an expert is.
-        self.experts = nn.ModuleList(Expert(config, settings.width, parallel) for _ in range(settings.count))
+        group, local = parallel.expert_group, settings.count // parallel.expert_group.size
+        numbers = range(group.rank * local, (group.rank + 1) * local)
+        self.experts = nn.ModuleDict({str(e): Expert(config, settings.width, parallel) for e in numbers})
         self.shared = MLP(config, parallel, settings.shared * settings.width) if settings.shared else None
 
     def forward(
@@ -87,14 +90,29 @@ class Experts(nn.Module):
         k, chosen = self.settings.per_token, choice.experts.flatten()
         order = chosen.argsort(stable=True)  # of the T k pairs of a token and an expert, by expert
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        counts = chosen.bincount(minlength=self.settings.count).tolist()
-        parts = _Take.apply(x, order, place, k).split(counts)
-        # Each expert is computed, if for no token: its gradient is then zero and known when its bucket is.
-        y = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
+        counts = chosen.bincount(minlength=self.settings.count)
+        y = self._computed(_Take.apply(x, order, place, k), counts)
         y = _Take.apply(y, place, order, 1).unflatten(0, (-1, k))
         # Each rank has terms of the outputs, and so of the gates' gradients.
         gates = self.parallel.copy(choice.gates)
         return (y * gates[..., None].to(y.dtype)).sum(1)
+
+    def _computed(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Tokens by expert [n, D] -> their experts' outputs. Args: counts: int [all experts], tokens of each."""
+        group, experts = self.parallel.expert_group, list(self.experts.values())
+        gathered = counts if group.size == 1 else all_gather(counts, group)
+        # By the rank that sends, the rank that has the expert, and the expert. The layer's one read of the device.
+        table = gathered.view(-1, group.size, len(experts)).tolist()
+        sent, received = [sum(to) for to in table[group.rank]], [sum(each[group.rank]) for each in table]
+        sizes = [count for each in table for count in each[group.rank]]
+        parts = exchange(rows, sent, received, group).split(sizes)
+        outputs = []
+        for e, expert in enumerate(experts):
+            # Each expert is computed, if for no token: its gradient is then zero, and there when its bucket needs it.
+            y = expert(torch.cat(parts[e :: len(experts)]))
+            outputs.append(y.split(sizes[e :: len(experts)]))
+        y = torch.cat([part for of_rank in zip(*outputs, strict=True) for part in of_rank])
+        return exchange(y, received, sent, group)
 
 
 def feed_forward(config: ModelConfig, parallel: TensorParallel, layer: int) -> MLP | Experts:

@@ -127,6 +127,7 @@ class TensorParallel:
     # Under sequence parallelism: sum the gradients of parameters outside these layers in every backward pass. Otherwise
     # whoever updates `is_partial` parameters sums them once per step.
     sums_at_once: bool = False
+    expert_group: Group = SINGLE  # the ranks that split the experts of a layer; each has other tokens
 
     def copy(self, x: torch.Tensor) -> torch.Tensor:
         """Before a product of which each rank computes some columns: x, equal on all ranks; its gradient is summed."""

@@ -332,7 +332,11 @@ def outcomes_of(cases: Sequence[Case]) -> list[Outcome]:
     first = cases[0]
     assert all(case.layout == first.layout for case in cases)
     records = [reference_of(case) for case in cases]
-    parallel = ParallelConfig(tensor_parallel_size=first.tensor, pipeline_parallel_size=first.pipeline)
+    parallel = ParallelConfig(
+        tensor_parallel_size=first.tensor,
+        pipeline_parallel_size=first.pipeline,
+        expert_parallel_size=first.experts,
+    )
     per_rank = run_ranks(run_cases, first.ranks, cases, records, parallel=parallel)
     joined = per_rank[0]
     for others in per_rank[1:]:

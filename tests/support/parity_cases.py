@@ -185,6 +185,7 @@ class Case:
     variant: str = ""  # of VARIANTS
     optimizer: str = "adamw"
     loss_rows: int = 0
+    experts: int = 1  # ranks, of the data-parallel ones
 
     @property
     def ranks(self) -> int:
@@ -192,7 +193,7 @@ class Case:
 
     @property
     def layout(self) -> str:
-        return f"{self.tensor}x{self.pipeline}x{self.data}"
+        return f"{self.tensor}x{self.pipeline}x{self.data}" + (f"e{self.experts}" if self.experts > 1 else "")
 
     @property
     def micro_batch_size(self) -> int:
@@ -236,6 +237,7 @@ class Case:
             "tensor_parallel_size": self.tensor,
             "pipeline_parallel_size": self.pipeline,
             "sequence_parallel": self.sequence_parallel,
+            "expert_parallel_size": self.experts,
             "zero_stage": self.zero_stage,
             "offload_optimizer": self.offload,
         }
@@ -465,6 +467,13 @@ EXPERTS = [  # with each kind of router, and losses and biases of it
     Case(1, 2, 2, 1, accumulation=4, variant="experts, softmax"),
     Case(1, 2, 1, 1, recompute="full", accumulation=4, variant="experts, encoder-decoder"),
     Case(2, 1, 2, 2, True, accumulation=4, variant="experts, encoder-decoder"),
+    # Experts on several ranks: on all data-parallel ones, or twice, and with tensor parallelism and stages.
+    Case(1, 1, 2, 2, accumulation=4, variant="experts", experts=2),
+    Case(1, 1, 4, 1, recompute="full", accumulation=4, variant="experts", experts=2),
+    Case(2, 1, 2, 2, True, accumulation=4, dropout=0.1, variant="experts", experts=2),
+    Case(2, 2, 2, 1, accumulation=4, variant="experts", experts=2),
+    Case(1, 1, 4, 2, accumulation=4, variant="experts, encoder-decoder", experts=4),
+    Case(1, 1, 2, 2, accumulation=4, variant="experts, softmax", experts=2, offload=True),
     *(
         replace(Case(1, 1, 2, 2, accumulation=4, variant="experts"), optimizer=kind)
         for kind in ("muon", "lamb")
@@ -520,7 +529,7 @@ FEW = [  # of each list above, in the default run
     PARTS[-3],
     SHARED_BY_STAGES[3],
     *LORA[:2],
-    *EXPERTS[:3],
+    *(case for case in EXPERTS if case.ranks < 8 and (case.experts > 1 or case.precision == "fp16")),
+    EXPERTS[0],
     EXPERTS[6],
-    EXPERTS[-1],
 ]
