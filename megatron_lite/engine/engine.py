@@ -58,7 +58,7 @@ from megatron_lite.transformer.flops import EXPERTS
 from megatron_lite.transformer.length_table import length_table
 from megatron_lite.transformer.lengths import builds_kernels, few_lengths
 from megatron_lite.transformer.micro_batch import MicroBatch, prepare
-from megatron_lite.transformer.router import Router
+from megatron_lite.transformer.router import MEASURES, Router
 from megatron_lite.transformer.tensor_parallel import (
     ColumnParallelLinear,
     Partition,
@@ -157,6 +157,7 @@ class Engine(ABC):
         self._routers = {
             name: router for name, p in named.items() for router in routers if p is router.weight
         }
+        self._router_sums: dict[str, torch.Tensor] = {}  # of the last step, see `Router.end_step`
         # Moved by counts and not by gradients, and whole on every rank: the optimizer does not know them.
         self._biases = {name: p for name, p in named.items() for router in routers if p is router.bias}
         named = {name: p for name, p in named.items() if name not in self._biases}
@@ -323,8 +324,8 @@ class Engine(ABC):
             step(*args, **kwargs)
             if self._routers:
                 assert isinstance(self._zero, ShardedOptimizer), "configuration checks the stage"
-                for router in self._routers.values():
-                    router.end_step(self.context.dp, self._zero.skipped)
+                for name, router in self._routers.items():
+                    self._router_sums[name] = router.end_step(self.context.dp, self._zero.skipped)
             if self._averages is not None:
                 self._averages.update(self._step)
 
@@ -350,6 +351,32 @@ class Engine(ABC):
     def annealed(self) -> dict[str, float]:
         """Weights that the loss of the last step had, by name, for the records."""
         return {}
+
+    def expert_measures(self) -> dict[str, float]:
+        """How the routers of all stages divided the tokens of the last step. A collective; {} without experts.
+
+        Loads are tokens of an expert over the mean of its block, 1 if balanced: the highest and lowest of all blocks.
+        Losses, without coefficients, and entropies (nats) are means over the blocks.
+        """
+        settings, context = self._config.model.experts, self.context
+        if settings is None:
+            return {}
+        columns = settings.count + len(MEASURES)
+        table = torch.zeros(
+            self._config.model.total_layers, columns + 2, dtype=torch.float64, device=context.device
+        )
+        for name, sums in self._router_sums.items() if context.counts_stages else ():
+            bias = self._routers[name].bias
+            spread = sums.new_zeros(1) if bias is None else (bias.max() - bias.min()).double()[None]
+            table[int(name.split(".")[1])] = torch.cat([sums, spread, sums.new_ones(1)])
+        table = context.sum(table)
+        rows = table[table[:, -1] > 0].cpu()
+        loads = rows[:, : settings.count] / rows[:, : settings.count].mean(1, keepdim=True)
+        measures = dict(zip(MEASURES, rows[:, settings.count : columns].mean(0).tolist(), strict=True))
+        measures |= {"expert_load_highest": loads.max().item(), "expert_load_lowest": loads.min().item()}
+        if settings.biased:
+            measures["expert_bias_range"] = rows[:, columns].max().item()
+        return measures
 
     def _vector_sums(
         self, vectors: Sequence[torch.Tensor], micro_batches: Sequence[MicroBatch], num_losses: int

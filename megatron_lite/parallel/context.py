@@ -74,6 +74,11 @@ class ParallelContext:
         """True on one rank of each group that works on the same samples."""
         return self.tp.rank == 0 and self.pp.rank == 0
 
+    @property
+    def counts_stages(self) -> bool:
+        """True on one rank of each pipeline stage."""
+        return self.tp.rank == 0 and self.dp.rank == 0
+
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum of `values` over all processes, in place."""
         if self.world_size > 1:

@@ -209,8 +209,9 @@ EXPERTS = {
 @pytest.mark.parametrize(
     "ranks, before, new_ranks, after",
     [
-        (2, layout(zero=2), 2, layout(pp=2)),
-        pytest.param(2, layout(tp=2), 2, layout(), marks=pytest.mark.slow),
+        (4, layout(tp=2, zero=2, ep=2), 2, layout(pp=2)),
+        pytest.param(4, layout(ep=4), 4, layout(ep=2, zero=2), marks=pytest.mark.slow),
+        pytest.param(2, layout(tp=2), 2, layout(ep=2), marks=pytest.mark.slow),
     ],
 )
 def test_training_with_experts_continues_in_another_layout(tmp_path, ranks, before, new_ranks, after):
