@@ -30,9 +30,12 @@ class LinearLayer(NamedTuple):
     reads_encoder: bool  # the encoder's tokens, in a block of the decoder
 
 
-def tensor_parallel(size: int, is_split: bool = False, sums_at_once: bool = False) -> TensorParallel:
-    """That of the first of so many ranks. Args: as for TensorParallel."""
-    return TensorParallel(Group(None, 0, size, tuple(range(size))), is_split, sums_at_once)
+def tensor_parallel(
+    size: int, is_split: bool = False, sums_at_once: bool = False, experts: int = 1
+) -> TensorParallel:
+    """That of the first of so many ranks. Args: as for TensorParallel. experts: ranks that split the experts."""
+    group, expert_group = (Group(None, 0, ranks, tuple(range(ranks))) for ranks in (size, experts))
+    return TensorParallel(group, is_split, sums_at_once, expert_group)
 
 
 @functools.lru_cache(maxsize=64)

@@ -28,6 +28,10 @@ class RankGroup:
     name: str  # tp, dp, pp, world or other
     ranks: tuple[int, ...]  # global
 
+    def every(self, step: int) -> RankGroup:
+        """Each so many of them."""
+        return RankGroup(self.name, self.ranks[::step])
+
 
 @dataclass(frozen=True)
 class Sizes:

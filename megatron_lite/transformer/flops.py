@@ -68,6 +68,16 @@ def parameter_count(model: ModelConfig, padded: bool = True) -> int:
     return sum(map(math.prod, shapes_of(Transformer, model)[0 if padded else 1].values()))
 
 
+def active_count(model: ModelConfig) -> int:
+    """Parameters that compute a token: of the routed experts those that it chooses. Needs model.vocab_size."""
+    shapes = shapes_of(Transformer, model)[0].items()
+    routed = sum(math.prod(shape) for name, shape in shapes if EXPERTS in name)
+    if model.experts is None:
+        return parameter_count(model)
+    idle = model.experts.count - model.experts.per_token
+    return parameter_count(model) - routed // model.experts.count * idle
+
+
 @functools.lru_cache(maxsize=4096)
 def _products(model: ModelConfig, prefix: str) -> int:
     """Multiply-adds per token of the matrices whose names begin with `prefix`. Tables are looked up: no product."""

@@ -529,7 +529,8 @@ FEW = [  # of each list above, in the default run
     PARTS[-3],
     SHARED_BY_STAGES[3],
     *LORA[:2],
-    *(case for case in EXPERTS if case.ranks < 8 and (case.experts > 1 or case.precision == "fp16")),
     EXPERTS[0],
     EXPERTS[6],
+    *EXPERTS[8:10],
+    EXPERTS[-1],
 ]
