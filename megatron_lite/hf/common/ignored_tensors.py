@@ -78,6 +78,7 @@ OTHER_CLASS_TENSORS = (
     Ignored(("logits_proj.*", "sequence_summary.*"), "a head of a task", ("xlnet",)),
     Ignored(("multiple_choice_head.*",), "a head of a task", ("gpt2", "openai-gpt")),
     Ignored(("classification_head.*", "qa_outputs.*"), "a head of a task", ("bart", "t5", "mt5")),
+    Ignored(("layers.46.*", "layers.92.*"), "a layer that predicts further tokens (MTP)", ("glm4_moe",)),
     Ignored(("score.*",), "a head of a task", ("gpt2", "openai-gpt", *_LLAMAS)),
 )  # fmt: skip
 

@@ -11,7 +11,9 @@ from typing import Any
 
 from megatron_lite.hf.common.system_table import (
     ROTATE_HALF,
+    VERSION_4,
     ConfigField,
+    FormerField,
     PublishedSystem,
     TensorRule,
     prefixed,
@@ -93,6 +95,8 @@ GLM4_MOE: PublishedSystem = replace(
     ),
     pretraining_class=lambda config: "Glm4MoeForCausalLM", classes={"Glm4MoeForCausalLM": "glm4_moe"},
     begin="none",
+    # No export has the layer of the published files that predicts further tokens.
+    former=(*GLM4.former, FormerField("num_nextn_predict_layers", "experts", VERSION_4, lambda _: 0, False)),
 )  # fmt: skip
 QWEN3_MOE: PublishedSystem = replace(
     QWEN3,
