@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 
 from data_utils.common.losses import CLASS_HEADS
 from data_utils.common.settings import REQUIRED, check, checked, section, setting
+from megatron_lite.config.experts import OF_BALANCE, ExpertsConfig, check_experts
 from megatron_lite.config.lora import LoraConfig, check_lora
 from megatron_lite.config.systems import FIXED, SYSTEMS, UNSUPPORTED
 from megatron_lite.config.task_head import OF_TEXTS, TaskHeadConfig, check_task_head
@@ -78,6 +79,9 @@ class ModelConfig:
         one_of=FFNS,
     )
     ffn_size: int | None = setting(None, "Inner size of the FFN; null = 4 hidden_size.", at_least=1)
+    experts: ExpertsConfig | None = setting(
+        None, "Mixture of experts: each token is computed by a few of many FFNs; null = one FFN."
+    )
     vocab_size: int | None = setting(
         None,
         "Vocabulary size, special tokens included, before padding; null = the tokenizer's.",
@@ -337,7 +341,7 @@ class ModelConfig:
         """Whether fused_block.py can compute the blocks."""
         others = self.decoder_layers, self.sandwich_norm, self.adapter_size, self.activation_dropout
         is_plain = self.norm == "pre" and self.share_layers == self.relative == "none" and not any(others)
-        return is_plain and self.lora is None
+        return is_plain and self.lora is None and self.experts is None
 
     @property
     def has_position_tables(self) -> bool:
@@ -374,6 +378,10 @@ class ModelConfig:
         """Inner width of the FFN."""
         return self.ffn_size or 4 * self.hidden_size
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether the FFN of a block is a mixture of experts."""
+        return self.experts is not None and layer >= self.experts.dense_layers
+
     def has_bias(self, product: str) -> bool:
         """Whether a linear layer of a block has a bias. Args: product: "qkv", "attention" (its output) or "mlp"."""
         return self.biases == "all" or self.biases == product
@@ -385,6 +393,7 @@ OF_TRAINING = frozenset(
         "system", "embedding_dropout", "attention_dropout", "activation_dropout", "output_dropout", "final_dropout",
         "sentence_dropout", "task_head.dropout", "task_head.pooler", "init", "init_std", "init_cutoff",
         "init_words_std", "init_positions_std", "embedding_gradient_shrink",
+        *(f"experts.{name}" for name in OF_BALANCE),
     )
 )  # fmt: skip
 # All options that GLM's exported class supports.
@@ -460,6 +469,7 @@ def _check_model(model: ModelConfig) -> None:
     _check_disentangled(model)
     _check_mup(model)
     check_lora(model)
+    check_experts(model)
     check_task_head(model)
 
 

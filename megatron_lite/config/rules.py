@@ -11,6 +11,7 @@ from data_utils.common.settings import check
 from data_utils.objectives import OBJECTIVES, objective_class
 from data_utils.objectives.own_corpora import TEXT_PAIRS
 from megatron_lite.config.attention import check_attention
+from megatron_lite.config.experts import check_run
 from megatron_lite.config.lora import check_updates
 from megatron_lite.config.systems import ENCODER_DECODERS, can_mean, default_objective
 from megatron_lite.config.task_head import check_head
@@ -40,6 +41,7 @@ def check_together(config: Config) -> None:
     check_head(config)
     _check_task(config)
     check_updates(config)
+    check_run(config)
     config.data.check_decoder(config.decoder_tokenizer is not None)
     _check_second_stack(config)
     for choice in config.objective_choices:
@@ -186,13 +188,14 @@ def _check_fillings(config: Config) -> None:
     parallel, count = config.parallel, config.training.eval_fillings
     # Filling reads the model token by token, for which a rank must hold all weights.
     is_on_one_rank = (
-        parallel.tensor_parallel_size == parallel.pipeline_parallel_size == 1 and parallel.zero_stage < 3
+        parallel.tensor_parallel_size == parallel.pipeline_parallel_size == parallel.expert_parallel_size == 1
+        and parallel.zero_stage < 3
     )
     check(
         not count or is_on_one_rank,
         f"training.eval_fillings is {count}, but no rank holds the whole model; set it to 0 and use "
-        "scripts/generate.py, or set tensor_parallel_size and pipeline_parallel_size to 1 and zero_stage "
-        "to 1 or 2.",
+        "scripts/generate.py, or set tensor_parallel_size, pipeline_parallel_size and expert_parallel_size to 1 and "
+        "zero_stage to 1 or 2.",
     )
     check(
         not count or any(choice.name == "blank_infilling" for choice in config.objective_choices),

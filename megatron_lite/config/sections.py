@@ -89,6 +89,12 @@ class ParallelConfig:
         False, "Shard norms, dropout and residuals along the sequence over the tensor-parallel ranks."
     )
     pipeline_parallel_size: int = setting(1, "Pipeline stages; needs zero_stage 1.", at_least=1)
+    expert_parallel_size: int = setting(
+        1,
+        "Data-parallel ranks that split the experts of model.experts; must divide their number and that of the "
+        "data-parallel ranks.",
+        at_least=1,
+    )
     # Stage 0 is refused: with fp16 DeepSpeed then unscales gradients of a loss that was never scaled.
     zero_stage: int = setting(
         1,
@@ -128,7 +134,13 @@ class ParallelConfig:
                 f"({self.tensor_parallel_size}) x pipeline_parallel_size ({self.pipeline_parallel_size}) = "
                 f"{per_replica}; change one of them."
             )
-        return world_size // per_replica
+        ranks = world_size // per_replica
+        if ranks % self.expert_parallel_size:
+            raise ConfigError(
+                f"parallel.expert_parallel_size is {self.expert_parallel_size}, but it must divide the {ranks} "
+                "data-parallel ranks; change it, or the number of processes."
+            )
+        return ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,6 +34,11 @@ _LLAMA: dict[str, Any] = {
 
 _QWEN = {**_LLAMA, "layernorm_epsilon": 1e-6, "rotary_base": 1e6, "max_position": 32767}
 
+_GLM4_MOE: dict[str, Any] = {
+    **_GLM4, "layernorm_epsilon": 1e-5, "rotary_base": 1e6, "num_key_value_heads": 8, "head_dim": 128,
+    "experts": {"shared": 1, "dense_layers": 1, "biased": True},
+}  # fmt: skip
+
 _MODERNBERT: dict[str, Any] = {
     "embedding_norm": True, "first_norm": False, "norm_bias": False, "biases": "none", "activation": "gelu_erf",
     "ffn": "gated", "positions": "rotary", "rotary_base": 1.6e5, "rotary_base_local": 1e4, "attention_window": 64,
@@ -63,10 +68,14 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "glm4_0414": {
         **_GLM4, "layernorm_epsilon": 1e-5, "max_position": 32767, "biases": "none", "sandwich_norm": True,
     },
+    "glm4_moe": _GLM4_MOE,
     "llama": _LLAMA,
     "mistral": {**_LLAMA, "rotary_base": 1e6, "max_position": 32767, "num_key_value_heads": 8},
     "qwen2": {**_QWEN, "biases": "qkv"},
     "qwen3": {**_QWEN, "head_dim": 128, "query_key_norm": True},
+    "qwen3_moe": {
+        **_QWEN, "num_key_value_heads": 4, "head_dim": 128, "query_key_norm": True, "experts": {"scores": "softmax"},
+    },
     "eurobert": {**_LLAMA, "rotary_base": 2.5e5, "max_position": 8191},
     "neobert": {**_LLAMA, "head_bias": True, "init": "uniform"},
     "modernbert": _MODERNBERT,
@@ -117,6 +126,7 @@ FIXED: dict[str, dict[str, Any]] = {name: {"activation": "gelu_erf"} for name in
 # Systems whose classes read a text from left to right.
 CAUSAL = (
     "gpt", "gpt2", "llama", "mistral", "qwen2", "qwen3", "modernbert_decoder", "glm4", "glm4_0414",
+    "glm4_moe", "qwen3_moe",
 )  # fmt: skip
 ENCODER_DECODERS = ("bart", "mass", "t5", "t5_1_1", "mt5")
 _GLMS = ("glm", "glm130b")
@@ -166,7 +176,7 @@ def can_mean(system: str | None, name: str, input_format: str) -> bool:
 
 def reads_both_ways(system: str | None, name: str) -> bool:
     """Whether a causal system may be trained on an objective that is not: LLaDA is a Llama, GLM-4 was a GLM."""
-    is_glm = system in ("glm4", "glm4_0414") and name == "blank_infilling"
+    is_glm = system in ("glm4", "glm4_0414", "glm4_moe") and name == "blank_infilling"
     return is_glm or (system in CAUSAL and name == "masked_diffusion")
 
 

@@ -1,6 +1,6 @@
 """DeepSpeed's engines with `ShardedOptimizer`.
 
-`deepspeed.initialize` wraps every optimizer in one of DeepSpeed's own. Here the engine is made directly, and the one
+`deepspeed.initialize` wraps every optimizer in one of DeepSpeed's own. Here the engine is made directly, and the
 method that would do so is replaced.
 """
 
@@ -27,7 +27,10 @@ def quiet_deepspeed() -> Iterator[None]:
 
 
 class _WithOurOptimizer:
-    """Mixin for DeepSpeed's engines: replaces the method that makes the optimizer."""
+    """Mixin for DeepSpeed's engines: replaces the method that makes the optimizer, and the one that sends weights."""
+
+    def _broadcast_model(self) -> None:
+        """Nothing: initial weights follow from their names, and ranks may have the same shapes of other experts."""
 
     def _configure_optimizer(self, client_optimizer: Callable[[Any], Any], model_parameters: Any) -> None:
         # The one place in DeepSpeed 0.19.8 that wraps an optimizer; ours brings sharding, scaling and clipping itself.

@@ -55,9 +55,11 @@ from megatron_lite.transformer.batch import Batch
 from megatron_lite.transformer.block import Block
 from megatron_lite.transformer.cuda_graphs import BlockGraphs
 from megatron_lite.transformer.embedding import PositionEmbeddings
+from megatron_lite.transformer.flops import EXPERTS
 from megatron_lite.transformer.length_table import length_table
 from megatron_lite.transformer.lengths import builds_kernels, few_lengths
 from megatron_lite.transformer.micro_batch import MicroBatch, prepare
+from megatron_lite.transformer.router import MEASURES, Router
 from megatron_lite.transformer.tensor_parallel import (
     ColumnParallelLinear,
     Partition,
@@ -153,6 +155,14 @@ class Engine(ABC):
         self.context = context
         self._config = config
         self._has_graphs = config.training.cuda_graphs and context.device.type == "cuda"
+        routers = [each for each in module.modules() if isinstance(each, Router)]
+        self._routers = {
+            name: router for name, p in named.items() for router in routers if p is router.weight
+        }
+        self._router_sums: dict[str, torch.Tensor] = {}  # of the last step, see `Router.end_step`
+        # Moved by counts and not by gradients, and whole on every rank: the optimizer does not know them.
+        self._biases = {name: p for name, p in named.items() for router in routers if p is router.bias}
+        named = {name: p for name, p in named.items() if name not in self._biases}
         self._named = named
         self._multipliers = lora_multipliers(named, config) if multipliers is None else multipliers
         if config.model.mup is not None:
@@ -251,7 +261,7 @@ class Engine(ABC):
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters of this rank under their global names, with the values of the last step."""
         self._zero.wait_for_weights()
-        return self._named
+        return {**self._named, **self._biases}
 
     @abstractmethod
     def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
@@ -261,10 +271,12 @@ class Engine(ABC):
     def evaluate(self, batches: Sequence[Batch]) -> torch.Tensor:
         """fp64 [objectives, 3] as in StepResult, of batches of the training shape, without dropout."""
 
-    def prepared(self, batch: Batch, dropout_seed: int | None, loss_factor: float = 1.0) -> MicroBatch:
+    def prepared(
+        self, batch: Batch, dropout_seed: int | None, loss_factor: float = 1.0, step_share: float = 1.0
+    ) -> MicroBatch:
         """The micro-batch of a batch for this model and parallel configuration, on the host.
 
-        Args: loss_factor: see MicroBatch.
+        Args: loss_factor, step_share: see MicroBatch.
         """
         sequences, length = batch.layout.shape
         slots = sequences * length
@@ -295,7 +307,7 @@ class Engine(ABC):
             tensor_parallel_rank=self.context.tp.rank,
             tensor_parallel_size=self.context.tp.size,
         )
-        return replace(micro_batch, loss_factor=loss_factor)
+        return replace(micro_batch, loss_factor=loss_factor, step_share=step_share)
 
     def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
         """Within the context the model computes with the averages of its weights, if `ema.use` says so."""
@@ -313,6 +325,10 @@ class Engine(ABC):
         def announced_step(*args: Any, **kwargs: Any) -> None:
             self.before_update()
             step(*args, **kwargs)
+            if self._routers:
+                assert isinstance(self._zero, ShardedOptimizer), "configuration checks the stage"
+                for name, router in self._routers.items():
+                    self._router_sums[name] = router.end_step(self.context.dp, self._zero.skipped)
             if self._averages is not None:
                 self._averages.update(self._step)
 
@@ -348,6 +364,32 @@ class Engine(ABC):
         """Weights that the loss of the last step had, by name, for the records."""
         return {}
 
+    def expert_measures(self) -> dict[str, float]:
+        """How the routers of all stages divided the tokens of the last step. A collective; {} without experts.
+
+        Loads are tokens of an expert over the mean of its block, 1 if balanced: the highest and lowest of all blocks.
+        Losses, without coefficients, and entropies (nats) are means over the blocks.
+        """
+        settings, context = self._config.model.experts, self.context
+        if settings is None:
+            return {}
+        columns = settings.count + len(MEASURES)
+        table = torch.zeros(
+            self._config.model.total_layers, columns + 2, dtype=torch.float64, device=context.device
+        )
+        for name, sums in self._router_sums.items() if context.counts_stages else ():
+            bias = self._routers[name].bias
+            spread = sums.new_zeros(1) if bias is None else (bias.max() - bias.min()).double()[None]
+            table[int(name.split(".")[1])] = torch.cat([sums, spread, sums.new_ones(1)])
+        table = context.sum(table)
+        rows = table[table[:, -1] > 0].cpu()
+        loads = rows[:, : settings.count] / rows[:, : settings.count].mean(1, keepdim=True)
+        measures = dict(zip(MEASURES, rows[:, settings.count : columns].mean(0).tolist(), strict=True))
+        measures |= {"expert_load_highest": loads.max().item(), "expert_load_lowest": loads.min().item()}
+        if settings.biased:
+            measures["expert_bias_range"] = rows[:, columns].max().item()
+        return measures
+
     def _vector_sums(
         self, vectors: Sequence[torch.Tensor], micro_batches: Sequence[MicroBatch], num_losses: int
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -359,13 +401,15 @@ class Engine(ABC):
     def _phase_plan(self) -> PhasePlan:
         return self._config.phase_plan  # builds the configuration of each phase: once, not in each step
 
-    def _begin_step(self, micro_batches: int, lr: float) -> None:
-        self._zero.begin(micro_batches)
+    def _begin_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> list[MicroBatch]:
+        """The micro-batches with the step's loss scale; learning rates and empty buckets."""
+        self._zero.begin(len(micro_batches))
         for group in self._zero.param_groups:
             multipliers: LrMultipliers = group["multipliers"]
             # At stages 1 and 2 a frozen parameter has no gradient, and torch skips it. At stage 3 its gradient is zero,
             # and only the rate 0 keeps AdamW's moments and weight decay from changing it.
             group["lr"] = lr * multipliers.lr_factor if multipliers.is_trained(self._step) else 0.0
+        return [replace(each, loss_scale=self._zero.loss_factor) for each in micro_batches]
 
     def _result(self, objective_sums: torch.Tensor) -> StepResult:
         return StepResult(objective_sums, self._zero.outcome)
@@ -427,14 +471,26 @@ class Engine(ABC):
                 yield Fragment(
                     name, tuple(values.shape), Partition(), SINGLE, 0, {state_name: values.flatten()}, is_copy
                 )
+        for name, bias in self._biases.items():
+            states = (
+                ("weight",) if self._averages is None else ("weight", "ema")
+            )  # of an average it is the last
+            tensors = {state: bias.data for state in states}
+            is_copy = tp.rank > 0 or self.context.dp.rank > 0
+            yield Fragment(name, tuple(bias.shape), Partition(), SINGLE, 0, tensors, is_copy)
 
     def count_parameters(self) -> int:
         """Parameter tensors of the whole model, over all pipeline stages."""
         context = self.context
-        names = [name for name in self._named if not is_tied_copy(name, self.context)]
-        # One rank of each stage counts.
-        is_counter = context.dp.rank == 0 and context.tp.rank == 0
-        return int(context.sum(torch.tensor([len(names) * is_counter], device=context.device)).item())
+        # Each on one rank of those that hold it: of a stage the first one, of experts the first that has them.
+        is_first, has_experts = context.dp.rank == 0, context.edp.rank == 0
+        names = [
+            name
+            for name in (*self._named, *self._biases)
+            if not is_tied_copy(name, context) and (has_experts if EXPERTS in name else is_first)
+        ]
+        counted = len(names) * (context.tp.rank == 0)
+        return int(context.sum(torch.tensor([counted], device=context.device)).item())
 
     def scalar_state(self) -> dict[str, Any]:
         """Kind and step count of the optimizer, other counts by parameter, and the loss scaler; JSON values."""

@@ -18,6 +18,7 @@ from megatron_lite.optim.lr_multipliers import NO_MULTIPLIERS, LrMultipliers, by
 from megatron_lite.optim.uncompiled import AdamW
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.transformer.build import model_spec
+from megatron_lite.transformer.flops import EXPERTS
 from megatron_lite.transformer.tensor_parallel import is_partial, partition_of
 
 TIED = "embedding.word_embeddings.weight"  # also the output projection, which the last pipeline stage holds
@@ -54,6 +55,8 @@ class GroupRules:
             moments=self.moments(name, parameter),
             on_all_stages=name.startswith(SHARED_BY_STAGES),
             has_state=self.has_state(name),
+            # Each of these ranks has the gradient of the tokens that its group of expert-parallel ranks sent to it.
+            holders=self.context.edp if EXPERTS in name and self.context.ep.size > 1 else None,
         )
 
     def moments(self, name: str, parameter: nn.Parameter) -> tuple[str, ...]:

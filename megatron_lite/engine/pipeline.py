@@ -89,7 +89,10 @@ class _Inputs:
     ) -> _Inputs:
         """Args: tables: of relative positions, those that the stage's blocks read."""
         ids, plan = micro_batch.ids, micro_batch.plan
-        context = make_context(config, micro_batch.tokens.shape, ids, plan, micro_batch.dropout, parallel)
+        context = make_context(
+            config, micro_batch.tokens.shape, ids, plan, micro_batch.dropout, parallel,
+            routed=micro_batch.routed,
+        )  # fmt: skip
         # Each stage computes the bias of its own copy of a table: sending it would be many times the hidden state.
         table, positions, stack_contexts = tables.get("relative_bias"), ids[0], None
         if config.decoder_layers:
@@ -144,7 +147,7 @@ class _Positions(PositionEmbeddings):
 
 class _Block(Block):
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel, recompute: str):
-        super().__init__(config, parallel, recompute, layer == 0)
+        super().__init__(config, parallel, recompute, layer)
         self.layer = layer
 
     def forward(self, x: Hidden, inputs: _Inputs) -> Hidden:  # type: ignore[override]
@@ -169,7 +172,7 @@ class _DecoderBlock(DecoderBlock):
     """A block of the decoder. The first one also normalises the encoder's output."""
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel, recompute: str):
-        super().__init__(config, parallel, recompute)
+        super().__init__(config, parallel, recompute, layer)
         is_first = layer == config.num_layers
         self.encoder_layernorm = encoder_layernorm(config, parallel) if is_first else None
         self.encoder_dropout = config.final_dropout if is_first else 0.0
@@ -377,7 +380,7 @@ class PipelineEngine(Engine):
     """Pipeline stages, each with data and tensor parallelism, under ZeRO 1."""
 
     def __init__(self, config: Config, context: ParallelContext, num_losses: int):
-        parallel = TensorParallel(context.tp, config.parallel.sequence_parallel)
+        parallel = TensorParallel(context.tp, config.parallel.sequence_parallel, expert_group=context.ep)
         # no_grad: DeepSpeed broadcasts the tied weight, of which autograd would warn in every backward pass.
         assert context.process_groups is not None
         with quiet_deepspeed(), torch.no_grad(), context.process_groups.shared_with_deepspeed():
@@ -391,7 +394,7 @@ class PipelineEngine(Engine):
         self._stages.options = model
 
     def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
-        self._begin_step(len(micro_batches), lr)
+        micro_batches = self._begin_step(micro_batches, lr)
         of_pairs, gradients = self._vector_pass(micro_batches)
         per_pass = self._engine.train_micro_batch_size_per_gpu() * self._engine.dp_world_size
         # Its number of micro-batches follows from the batch size, which a ramp changes between steps.

@@ -36,7 +36,10 @@ class PlainEngine(Engine):
         # At ZeRO 3 DeepSpeed's hooks reduce a gradient as soon as it exists, so its sum over the tensor-parallel ranks
         # has to be part of the backward pass.
         parallel = TensorParallel(
-            context.tp, config.parallel.sequence_parallel, sums_at_once=config.parallel.zero_stage == 3
+            context.tp,
+            config.parallel.sequence_parallel,
+            sums_at_once=config.parallel.zero_stage == 3,
+            expert_group=context.ep,
         )
         self._model = build_model(config, num_losses, parallel)
         super().__init__(
@@ -59,7 +62,7 @@ class PlainEngine(Engine):
         DeepSpeed calls the optimizer's `step`: global norm, clipping, the check for gradients that are not finite, the
         update, all on the device (`ShardedOptimizer.step`).
         """
-        self._begin_step(len(micro_batches), lr)  # learning rates, empty buckets
+        micro_batches = self._begin_step(micro_batches, lr)
         objective_sums = self._zero_sums()
         has_pairs = isinstance(micro_batches[0].extra_inputs, PairInputs)
         losses = (self._vector_losses if has_pairs else self._losses)(micro_batches)

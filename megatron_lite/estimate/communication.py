@@ -39,6 +39,7 @@ def traffic(stage: StageParameters, sizes: Sizes, gpu: Gpu) -> Traffic:
     """A whole step on the first rank of a pipeline stage."""
     found = Traffic(gpu)
     _tensor_parallel(found, stage, sizes)
+    _expert_parallel(found, stage, sizes)
     if sizes.pp > 1:  # hidden states and their gradients, sent and received
         hidden = sizes.all_tokens / sizes.share * sizes.width * sizes.element
         neighbours = 2 - stage.is_first - stage.is_last
@@ -77,12 +78,27 @@ def _tensor_parallel(found: Traffic, stage: StageParameters, s: Sizes) -> None:
         found.add("all_reduce", s.losses * (12 + s.embedding * e), s.tp_group, passes)
 
 
+def _expert_parallel(found: Traffic, stage: StageParameters, s: Sizes) -> None:
+    """Tokens to the ranks of their experts and back, and their gradients: each rank keeps its share."""
+    model, ranks = s.config.model, s.config.parallel.expert_parallel_size
+    if model.experts is None or ranks == 1:
+        return
+    blocks = sum(
+        model.has_experts(layer) for layer in range(stage.first_block, stage.first_block + stage.blocks)
+    )
+    passes = 6 if s.config.training.recompute == "full" else 4
+    moved = s.all_tokens * model.experts.per_token * s.width * s.element * (ranks - 1) / ranks
+    group = RankGroup("dp", s.dp_group.ranks[:ranks])
+    found.add("send", moved, group, passes * blocks * s.micro_batches)
+
+
 def _data_parallel(found: Traffic, stage: StageParameters, s: Sizes) -> None:
     """Gradients are summed in fp32: at ZeRO 2 in each micro-batch, at ZeRO 1 once. New weights are gathered."""
     exchanges = s.micro_batches if s.config.parallel.zero_stage == 2 else 1
     for bucket in buckets(stage, s):
-        found.add("scatter", 4 * bucket.numbers, s.dp_group, exchanges)
-        found.add("gather", s.element * bucket.numbers, s.dp_group)
+        group = s.dp_group.every(s.dp // bucket.holders(s))
+        found.add("scatter", 4 * bucket.numbers, group, exchanges)
+        found.add("gather", s.element * bucket.numbers, group)
         if bucket.is_summed:
             group = s.tp_group if bucket.parameters[0].is_partial else s.ends
             found.add("all_reduce", 4 * bucket.numbers / s.dp, group)

@@ -114,9 +114,12 @@ def _state(stage: StageParameters, s: Sizes) -> tuple[float, float, float]:
         return stage.numbers / s.dp * e + live, (shard + STAGE_3_BUCKET) * 4, shard * 12 * on_device
     stage_buckets = buckets(stage, s)
     numbers = sum(bucket.numbers for bucket in stage_buckets)
-    shard = numbers / s.dp
+    shard = sum(bucket.numbers / bucket.holders(s) for bucket in stage_buckets)
     fp32_bytes = 4 * (1 + (s.config.ema.decay is not None))  # weights, and their averages
-    state = sum(bucket.numbers * (fp32_bytes + 4 * len(bucket.moments)) for bucket in stage_buckets) / s.dp
+    state = sum(
+        bucket.numbers * (fp32_bytes + 4 * len(bucket.moments)) / bucket.holders(s)
+        for bucket in stage_buckets
+    )
     # ZeRO 2 keeps this rank's shard, and only between micro-batches.
     gradients = numbers if zero == 1 else shard if s.micro_batches > 1 else 0.0
     # Weights that are never trained: their fp32 values are in the host's memory, or are these.
@@ -169,6 +172,10 @@ def _saved_inside(s: Sizes, is_decoder: bool) -> float:
         total += _attention_state(s, is_decoder)
     if model.ffn == "gated" and not is_kernel:
         total += 2 * T * s.inner * e
+    if (
+        model.experts is not None
+    ):  # tokens by expert, their outputs, and these by token again; logits and scores
+        total += 3 * T * model.experts.per_token * s.width * e + 12 * T * model.experts.count
     return total
 
 

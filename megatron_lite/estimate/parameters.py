@@ -17,7 +17,7 @@ from megatron_lite.estimate.rank_modules import tensor_parallel
 from megatron_lite.estimate.sizes import Sizes
 from megatron_lite.optim.buckets import ALIGNMENT
 from megatron_lite.optim.factory import element_state
-from megatron_lite.transformer.flops import WORDS
+from megatron_lite.transformer.flops import EXPERTS, WORDS
 from megatron_lite.transformer.tensor_parallel import is_partial
 from megatron_lite.transformer.transformer import Transformer
 
@@ -30,11 +30,16 @@ class RankParameter:
     numbers: int
     is_partial: bool  # its gradient is summed over the tensor-parallel ranks
     moments: tuple[str, ...]  # the optimizer's state per number, without the fp32 weight
-    is_trained: bool  # with LoRA its updates are, and nothing else
+    is_trained: bool  # with LoRA its updates are, and nothing else; biases of routers never
 
     @property
     def decays(self) -> bool:
         return not (self.name.endswith("bias") or "layernorm" in self.name)
+
+    @property
+    def is_of_expert(self) -> bool:
+        """Whether expert-parallel ranks have others."""
+        return EXPERTS in self.name
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +81,11 @@ class Bucket:
     def moments(self) -> tuple[str, ...]:
         return self.parameters[0].moments
 
+    def holders(self, sizes: Sizes) -> int:
+        """Ranks that each own a shard of it."""
+        is_of_expert = self.parameters[0].is_of_expert
+        return sizes.dp // sizes.config.parallel.expert_parallel_size if is_of_expert else sizes.dp
+
     @cached_property
     def numbers(self) -> int:
         return sum(-(-p.numbers // ALIGNMENT) * ALIGNMENT for p in self.parameters)
@@ -83,13 +93,14 @@ class Bucket:
 
 @functools.lru_cache(maxsize=64)
 def _rank_parameters(
-    model: ModelConfig, tp: int, is_split: bool, sums_at_once: bool, kind: str
+    model: ModelConfig, tp: int, is_split: bool, sums_at_once: bool, kind: str, ep: int
 ) -> tuple[RankParameter, ...]:
     with torch.device("meta"):
-        module = Transformer(model, parallel=tensor_parallel(tp, is_split, sums_at_once))
+        module = Transformer(model, parallel=tensor_parallel(tp, is_split, sums_at_once, ep))
     return tuple(
         RankParameter(
-            name, p.numel(), is_partial(p), element_state(kind, name, p), model.lora is None or LORA in name
+            name, p.numel(), is_partial(p), element_state(kind, name, p),
+            p.requires_grad and (model.lora is None or LORA in name),
         )
         for name, p in module.named_parameters()
     )  # fmt: skip
@@ -103,7 +114,8 @@ def stages(config: Config) -> list[StageParameters]:
         parallel.sequence_parallel,
         parallel.zero_stage == 3,
     )
-    return _stages(config.model, shares, tp, is_split, is_zero_3, config.optimizer.kind)
+    ep = parallel.expert_parallel_size
+    return _stages(config.model, shares, tp, is_split, is_zero_3, config.optimizer.kind, ep)
 
 
 @functools.lru_cache(maxsize=256)
@@ -114,8 +126,9 @@ def _stages(
     is_split: bool,
     is_zero_3: bool,
     kind: str,
+    ep: int,
 ) -> list[StageParameters]:
-    parameters = _rank_parameters(model, tp, is_split, is_zero_3, kind)
+    parameters = _rank_parameters(model, tp, is_split, is_zero_3, kind, ep)
     result, start = [], 0
     for blocks, is_first, is_last in shares:
         stage_blocks = range(start, start + blocks)
@@ -155,7 +168,7 @@ def _buckets(stage: StageParameters, limit: int, is_tied: bool) -> list[Bucket]:
     full = []
     for parameter in reversed(stage.trained):
         is_copied = is_tied and parameter.name == WORDS
-        key = parameter.decays, parameter.is_partial, is_copied, parameter.moments
+        key = parameter.decays, parameter.is_partial, is_copied, parameter.moments, parameter.is_of_expert
         if key not in filling or filled[key] + parameter.numbers > limit:
             full += [filling[key]] if key in filling else []
             filling[key], filled[key] = Bucket([], parameter.is_partial or is_copied), 0

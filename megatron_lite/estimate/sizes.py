@@ -13,7 +13,7 @@ from megatron_lite.config.deepspeed_options import default_bucket_size
 from megatron_lite.config.model import padded_vocab_size
 from megatron_lite.config.tree import Config
 from megatron_lite.estimate.average_sequence import AverageSequence, Stack
-from megatron_lite.estimate.rank_modules import LinearLayer, linear_layers, rank_block
+from megatron_lite.estimate.rank_modules import LinearLayer, ffn_widths, linear_layers, rank_block
 from megatron_lite.transformer.attention_backends.cross_attention import constant_length
 from megatron_lite.transformer.block import Block
 from megatron_lite.transformer.length_table import length_table
@@ -27,6 +27,10 @@ class RankGroup:
 
     name: str  # tp, dp, pp, world or other
     ranks: tuple[int, ...]  # global
+
+    def every(self, step: int) -> RankGroup:
+        """Each so many of them."""
+        return RankGroup(self.name, self.ranks[::step])
 
 
 @dataclass(frozen=True)
@@ -180,12 +184,12 @@ class Sizes:
 
     @cached_property
     def inner(self) -> int:
-        return self.block().mlp.dense_4h_to_h.weight.shape[1]
+        return ffn_widths(self.block())[1]
 
     @cached_property
     def expanded(self) -> int:
         """Width of the FFN's first product: gate and up together where it has both."""
-        return self.block().mlp.dense_h_to_4h.weight.shape[0]
+        return ffn_widths(self.block())[0]
 
     @cached_property
     def vocabulary(self) -> int:

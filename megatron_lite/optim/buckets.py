@@ -37,6 +37,8 @@ class ParamGroup:
     on_all_stages: bool = False
     # False for what is never trained, where the optimizer does not ask for its weights.
     has_state: bool = True
+    # The ranks over which gradients are summed and shards divided; None = all data-parallel ranks.
+    holders: Group | None = None
 
 
 def assign_buckets(
@@ -91,7 +93,8 @@ class Bucket:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: ParamGroup, dp: Group, offload: bool):
-        self.group = group
+        self.group, self.holders = group, group.holders or dp
+        dp = self.holders
         self.offsets: dict[nn.Parameter, int] = {}  # first element of each parameter
         size = 0
         for parameter in parameters:

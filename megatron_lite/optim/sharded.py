@@ -196,7 +196,7 @@ class ShardedOptimizer:
         # Cast to the communication type: the fp32 sums are free as soon as no view holds them.
         if bucket.grad_buffer is not sums:
             bucket.forget_views()
-        bucket.reduce_work = reduce_scatter_in_place(bucket.grad_buffer, self._context.dp)
+        bucket.reduce_work = reduce_scatter_in_place(bucket.grad_buffer, bucket.holders)
         if self._stage == 2 and self._next > 1:
             self._finish_reduce_scatter(self._trained[self._next - 2])
 
@@ -289,7 +289,7 @@ class ShardedOptimizer:
         # Buckets lie in the order of the backward pass, so reversed is the order in which the forward pass needs them:
         # it computes with the first weights while others are on their way.
         for bucket in reversed(changed):
-            bucket.gather_work = all_gather_in_place(bucket.weights, self._context.dp)
+            bucket.gather_work = all_gather_in_place(bucket.weights, bucket.holders)
 
     def gather_weights(self) -> None:
         """Copy the fp32 shards of every rank to the model's weights on all ranks, after the shards were changed."""
@@ -302,7 +302,10 @@ class ShardedOptimizer:
         if module is not None:
             if module not in self._buckets_by_module:
                 self._buckets_by_module[module] = list(
-                    dict.fromkeys(self.bucket_by_param[p] for p in module.parameters())
+                    # Biases of routers are in none.
+                    dict.fromkeys(
+                        self.bucket_by_param[p] for p in module.parameters() if p in self.bucket_by_param
+                    )
                 )
             buckets = self._buckets_by_module[module]
         for bucket in buckets:

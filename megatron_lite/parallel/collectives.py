@@ -148,6 +148,17 @@ class _GatherTokens(torch.autograd.Function):
         return local_shard(grad, ctx.group).contiguous(), None
 
 
+class _GatherTokensToSplit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):  # type: ignore[no-untyped-def]
+        ctx.group = group
+        return all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return _reduce_scatter(grad.clone(), ctx.group), None
+
+
 class _ReduceScatterTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):  # type: ignore[no-untyped-def]
@@ -157,6 +168,31 @@ class _ReduceScatterTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         return all_gather(grad, ctx.group), None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, sent, received, group):  # type: ignore[no-untyped-def]
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _exchanged(x, sent, received, group)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return _exchanged(grad, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _exchanged(x: torch.Tensor, sent: list[int], received: list[int], group: Group) -> torch.Tensor:
+    out = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(out, x.contiguous(), received, sent, group=group.handle)
+    return out
+
+
+def exchange(x: torch.Tensor, sent: list[int], received: list[int], group: Group) -> torch.Tensor:
+    """Rows of x to every rank, in their order; the rows that each sends here. Backward: the gradients go back.
+
+    Args: sent, received: number of rows to and from each rank.
+    """
+    return x if group.size == 1 else _Exchange.apply(x, sent, received, group)
 
 
 def copy_to_group(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -175,6 +211,14 @@ def reduce_from_group(x: torch.Tensor, group: Group) -> torch.Tensor:
 def gather_tokens(x: torch.Tensor, group: Group) -> torch.Tensor:
     """[T/size, D] on each rank -> [T, D] on all, for equal operations on all. Backward: the rank's own shard."""
     return _GatherTokens.apply(x, group)
+
+
+def gather_tokens_to_split(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """[T/size, D] on each rank -> [T, D] on all, for products of which each computes a part.
+
+    Backward: the sum of the ranks' gradients of the rank's own tokens.
+    """
+    return _GatherTokensToSplit.apply(x, group)
 
 
 def reduce_scatter_tokens(x: torch.Tensor, group: Group) -> torch.Tensor:

@@ -45,6 +45,10 @@ class ParallelContext:
     dp: Group  # data parallel: ranks that split the samples of a step
     pp: Group  # pipeline parallel: ranks that split the sequence of layers
     process_groups: ProcessGroups | None = None  # None: one process without a process group
+    ep: Group = (
+        SINGLE  # expert parallel: data-parallel ranks, neighbours, that split the experts of every layer
+    )
+    edp: Group = SINGLE  # data-parallel ranks that hold the same experts
 
     @staticmethod
     def alone(device: torch.device | None = None) -> ParallelContext:
@@ -69,6 +73,11 @@ class ParallelContext:
     def counts_samples(self) -> bool:
         """True on one rank of each group that works on the same samples."""
         return self.tp.rank == 0 and self.pp.rank == 0
+
+    @property
+    def counts_stages(self) -> bool:
+        """True on one rank of each pipeline stage."""
+        return self.tp.rank == 0 and self.dp.rank == 0
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum of `values` over all processes, in place."""
@@ -160,8 +169,11 @@ class ProcessGroups:
         with torch.cuda.stream(stream):
             yield group
 
-    def along_axes(self, tp_size: int, dp_size: int, pp_size: int) -> dict[str, Group]:
-        """This rank's group along each axis of the grid. An axis of one rank needs no process group."""
+    def along_axes(self, tp_size: int, dp_size: int, pp_size: int, ep_size: int = 1) -> dict[str, Group]:
+        """This rank's group along each axis of the grid. An axis of one rank needs no process group.
+
+        Args: ep_size: ranks of the data-parallel axis that split the experts.
+        """
         grid = np.arange(pp_size * dp_size * tp_size).reshape(pp_size, dp_size, tp_size)
         coordinate = dict(zip(("pp", "dp", "tp"), np.argwhere(grid == self._rank)[0], strict=True))
         lines = {
@@ -169,10 +181,13 @@ class ProcessGroups:
             "dp": grid[coordinate["pp"], :, coordinate["tp"]],
             "pp": grid[:, coordinate["dp"], coordinate["tp"]],
         }
+        first = coordinate["dp"] // ep_size * ep_size
+        lines["ep"] = lines["dp"][first : first + ep_size]
+        lines["edp"] = lines["dp"][coordinate["dp"] % ep_size :: ep_size]
         groups = {}
         for name, line in lines.items():
             members = tuple(line.tolist())
-            # Every rank asks for its tp, dp and pp group in this order, which rules out two ranks that wait for each
+            # Every rank asks for its groups in this order, which rules out two ranks that wait for each
             # other.
             handle = self.group(members) if len(members) > 1 else None
             groups[name] = Group(handle, members.index(self._rank), len(members), members)
@@ -318,5 +333,10 @@ def initialize(
     timeout = datetime.timedelta(seconds=timeout_seconds)
     _join("nccl" if use_gpu else "gloo", launch, rendezvous or Rendezvous(), timeout)
     groups = ProcessGroups(launch.rank, launch.world_size, timeout)
-    axes = groups.along_axes(parallel.tensor_parallel_size, dp_size, parallel.pipeline_parallel_size)
+    axes = groups.along_axes(
+        parallel.tensor_parallel_size,
+        dp_size,
+        parallel.pipeline_parallel_size,
+        parallel.expert_parallel_size,
+    )
     return ParallelContext(launch.rank, launch.world_size, local_rank, device, **axes, process_groups=groups)

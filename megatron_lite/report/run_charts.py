@@ -120,6 +120,12 @@ def _optimization(runs: Sequence[RunReport]) -> list[Chart]:
         _train(runs, "learning rate", "lr", three_digits, from_zero=True, also="highest"),
         _train(runs, "gradient norm before clipping", "grad_norm", three_digits, **options),
         _train(runs, "z-loss, not included in the loss", "z_loss", three_digits),
+        _train(runs, "highest load of an expert, times the mean", "expert_load_highest", three_digits),
+        _train(runs, "lowest load of an expert, times the mean", "expert_load_lowest", three_digits),
+        _train(runs, "balance loss of a block, 1 if balanced", "balance_loss", three_digits),
+        _train(runs, "z-loss of the routers", "router_z_loss", three_digits),
+        _train(runs, "entropy of the routers, nats", "router_entropy", three_digits),
+        _train(runs, "range of the experts' biases", "expert_bias_range", three_digits),
     ]
     scales = _train(runs, "loss scale", "loss_scale", "{:g}".format, **options)
     is_constant = all(line.curve.lowest.value == line.curve.highest.value for line in scales.lines)

@@ -123,6 +123,11 @@ def train_line(step: int, steps: int, values: dict[str, Any]) -> str:
         f"step {step}/{steps}",
         f"loss {values['loss']:.4f}",
         *([f"z loss {values['z_loss']:.2g}"] if "z_loss" in values else []),
+        *(
+            [f"experts {values['expert_load_lowest']:.2f}-{values['expert_load_highest']:.2f}"]
+            if "expert_load_highest" in values
+            else []
+        ),
         f"lr {values['lr']:.2e}",
         f"grad norm {values['grad_norm']:.3g}",
         f"{format_count(values['tokens_per_second'])} tokens/s",

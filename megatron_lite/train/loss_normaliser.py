@@ -59,7 +59,11 @@ class LossNormaliser:
                 micro_batch.scale_weights(scales)
         count = len(inputs) * self._dp_size  # micro-batches of the step on all ranks
         return [
-            replace(micro_batch, loss_factor=self._loss_factor(micro_batch_divisor, divisor, count))
+            replace(
+                micro_batch,
+                loss_factor=self._loss_factor(micro_batch_divisor, divisor, count),
+                step_share=1.0 / count,
+            )
             for micro_batch, micro_batch_divisor in zip(
                 inputs.micro_batches, inputs.micro_batch_divisors, strict=True
             )

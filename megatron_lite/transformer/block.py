@@ -19,6 +19,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.transformer.activation_checkpoint import recomputed
 from megatron_lite.transformer.adapter import Adapter
 from megatron_lite.transformer.attention import Attention
+from megatron_lite.transformer.experts import Experts, feed_forward
 from megatron_lite.transformer.forward_context import ForwardContext
 from megatron_lite.transformer.fused_block import FusedParameters, fusible_plan
 from megatron_lite.transformer.kernels.fused import has_kernels
@@ -39,10 +40,10 @@ class Block(nn.Module):
 
     Args:
         recompute: "none", "selective" (attention) or "full": what the backward pass computes again.
-        is_first: whether it is the model's first block, which may have no norm (`model.first_norm`).
+        layer: its number in the model: the first may have no norm (`model.first_norm`), some have experts.
     """
 
-    def __init__(self, config: ModelConfig, parallel: TensorParallel, recompute: str, is_first: bool = False):
+    def __init__(self, config: ModelConfig, parallel: TensorParallel, recompute: str, layer: int):
         super().__init__()
 
         def norm(exists: bool) -> Norm | nn.Identity:
@@ -51,10 +52,10 @@ class Block(nn.Module):
         self.is_pre_norm = config.norm == "pre"
         # Checkpoints name the norms by their place, so `post_attention_layernorm` lies before the MLP in a pre-norm
         # block, and after attention in a post-norm block.
-        self.input_layernorm = norm(self.is_pre_norm and (config.first_norm or not is_first))
+        self.input_layernorm = norm(self.is_pre_norm and (config.first_norm or layer > 0))
         self.attention = Attention(config, parallel, recompute == "selective")
         self.post_attention_layernorm = make_norm(config, config.hidden_size, parallel)
-        self.mlp = MLP(config, parallel)
+        self.mlp: MLP | Experts = feed_forward(config, parallel, layer)
         self.output_layernorm = norm(not self.is_pre_norm)
         # Within the residual branches: adapters, and the norms of a sandwich.
         self.has_branch_layers = config.sandwich_norm or config.adapter_size > 0
@@ -152,7 +153,7 @@ def deferred(x: torch.Tensor | DeferredBias) -> DeferredBias:
 def stack(config: ModelConfig, parallel: TensorParallel, recompute: str) -> nn.ModuleList:
     """The first `num_layers` blocks, or one to run again. What they share is a module of the first alone, named so."""
     count = 1 if config.share_layers == "all" else config.num_layers
-    first, *others = blocks = [Block(config, parallel, recompute, layer == 0) for layer in range(count)]
+    first, *others = blocks = [Block(config, parallel, recompute, layer) for layer in range(count)]
     for block in others if config.share_layers != "none" else ():
         # Through `__dict__`: as a submodule the shared module would appear in every block's names and be saved several
         # times.

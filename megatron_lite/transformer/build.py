@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_lite.config.tree import Config
 from megatron_lite.transformer.batch import Samples
-from megatron_lite.transformer.flops import shapes_of, step_flops, trained_count
+from megatron_lite.transformer.flops import active_count, shapes_of, step_flops, trained_count
 from megatron_lite.transformer.init import initialize_parameters
 from megatron_lite.transformer.tensor_parallel import TensorParallel
 from megatron_lite.transformer.trained_model import TrainedModel
@@ -53,8 +53,10 @@ class ModelSpec:
         return sum(map(math.prod, shapes_of(*self.made_of(config))[0].values()))
 
     def described_count(self, config: Config) -> str:
-        """The number of parameters, and with LoRA of those that are trained."""
+        """The number of parameters; with experts of those that compute a token, with LoRA of those that are trained."""
         count = f"{self.count(config):,}"
+        if config.model.experts is not None:
+            return f"{count} (active: {active_count(config.model):,})"
         if config.model.lora is None:
             return count
         return f"{count} (trained: {trained_count(config.model):,})"

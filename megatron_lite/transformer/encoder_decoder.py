@@ -54,12 +54,13 @@ def encoder_decoder_contexts(
     # `dropout` has the keys of all tokens, for attention; `local_dropout` those of this rank, under sequence
     # parallelism.
     local_encoder, local_decoder = _split(context.local_dropout, local_lengths(plan, parallel))
-    encoder_context = ForwardContext(plan.lengths[:1], plan.encoder, encoder, local_encoder)
+    routed = (None, None) if context.routed is None else context.routed.split(plan.lengths)
+    encoder_context = ForwardContext(plan.lengths[:1], plan.encoder, encoder, local_encoder, routed=routed[0])
     return (
         encoder_context,
         DecoderContext(
             plan.lengths[1:], plan.decoder, decoder, local_decoder, cross=plan.cross, both=both,
-            encoder=encoder_context,
+            encoder=encoder_context, routed=routed[1],
         ),
     )  # fmt: skip
 
@@ -139,8 +140,8 @@ class DecoderBlock(Block):
     lies after what it is named for.
     """
 
-    def __init__(self, config: ModelConfig, parallel: TensorParallel, recompute: str):
-        super().__init__(config, parallel, recompute)
+    def __init__(self, config: ModelConfig, parallel: TensorParallel, recompute: str, layer: int):
+        super().__init__(config, parallel, recompute, layer)
         self.cross_attention = CrossAttention(config, parallel, recompute == "selective")
         self.cross_layernorm = make_norm(config, config.hidden_size, parallel)
         add_updates(self, config)  # of cross-attention; the others are there

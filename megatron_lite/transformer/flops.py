@@ -21,6 +21,7 @@ from megatron_lite.transformer.tensor_parallel import partition_of, whole_shape
 from megatron_lite.transformer.transformer import Transformer
 
 WORDS = "embedding.word_embeddings.weight"
+EXPERTS = ".mlp.experts."  # in the names of parameters of routed experts
 _NO_PRODUCTS = (
     "_embeddings.weight",
     "position_query_key.weight",
@@ -67,14 +68,28 @@ def parameter_count(model: ModelConfig, padded: bool = True) -> int:
     return sum(map(math.prod, shapes_of(Transformer, model)[0 if padded else 1].values()))
 
 
+def active_count(model: ModelConfig) -> int:
+    """Parameters that compute a token: of the routed experts those that it chooses. Needs model.vocab_size."""
+    shapes = shapes_of(Transformer, model)[0].items()
+    routed = sum(math.prod(shape) for name, shape in shapes if EXPERTS in name)
+    if model.experts is None:
+        return parameter_count(model)
+    idle = model.experts.count - model.experts.per_token
+    return parameter_count(model) - routed // model.experts.count * idle
+
+
 @functools.lru_cache(maxsize=4096)
 def _products(model: ModelConfig, prefix: str) -> int:
     """Multiply-adds per token of the matrices whose names begin with `prefix`. Tables are looked up: no product."""
-    return sum(
-        math.prod(shape)
+    products = {
+        name: math.prod(shape)
         for name, shape in shapes_of(Transformer, model)[1].items()
         if name.startswith(prefix) and len(shape) == 2 and not name.endswith(_NO_PRODUCTS)
-    )
+    }
+    routed = sum(count for name, count in products.items() if EXPERTS in name)
+    if model.experts is None or not routed:
+        return sum(products.values())
+    return sum(products.values()) - routed + routed // model.experts.count * model.experts.per_token
 
 
 def _block_products(model: ModelConfig, targets: float) -> list[float]:

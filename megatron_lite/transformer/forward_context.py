@@ -21,6 +21,7 @@ from megatron_lite.transformer.kernels.dropout import Dropout, FeatureDropout, L
 from megatron_lite.transformer.kernels.fused import dropout_add
 from megatron_lite.transformer.position_bias import Distances, Table
 from megatron_lite.transformer.rope import Rotary
+from megatron_lite.transformer.routed_tokens import RoutedTokens
 from megatron_lite.transformer.tensor_parallel import TensorParallel
 
 # Number of a block and its input [T, D] -> the input that it takes instead.
@@ -81,6 +82,7 @@ class ForwardContext:
     rotary: tuple[Rotary, Rotary] | None = field(default=None, kw_only=True)
     distances: Distances | Disentangled | None = field(default=None, kw_only=True)  # of all tokens
     condition: Condition | None = field(default=None, kw_only=True)
+    routed: RoutedTokens | None = field(default=None, kw_only=True)  # None: routers have no losses
 
     @staticmethod
     def of(
@@ -91,14 +93,16 @@ class ForwardContext:
         rotary: tuple[Rotary, Rotary] | None = None,
         distances: Distances | None = None,
         condition: Condition | None = None,
+        routed: RoutedTokens | None = None,
     ) -> ForwardContext:
         local_dropout = dropout
         if dropout is not None:
             # The same keys, cut as the tokens are: a token's mask does not depend on the rank that computes it.
             local_dropout = replace(dropout, keys=local_tokens(dropout.keys, plan, parallel))
         return ForwardContext(
-            shape, plan, dropout, local_dropout, rotary=rotary, distances=distances, condition=condition
-        )
+            shape, plan, dropout, local_dropout, rotary=rotary, distances=distances, condition=condition,
+            routed=routed,
+        )  # fmt: skip
 
     def features(self, p: float, layer: int, site: str) -> FeatureDropout | None:
         """Dropout of this rank's hidden states, None if there is none. Args: as for `Dropout.features`."""
@@ -126,6 +130,7 @@ def make_context(
     dropout: Dropout | None,
     parallel: TensorParallel,
     condition: Condition | None = None,
+    routed: RoutedTokens | None = None,
 ) -> ForwardContext:
     """The layers' inputs apart from the hidden state. Args: shape: of the tokens. ids: int [len(ID_FIELDS), T]."""
     rotary = None
@@ -138,7 +143,7 @@ def make_context(
     distances = None
     if config.has_distance_scores:
         distances = Distances.of(config, ids, cast(BiasedPlan | BlockPlan, plan), dropout)
-    return ForwardContext.of(shape, plan, dropout, parallel, rotary, distances, condition)
+    return ForwardContext.of(shape, plan, dropout, parallel, rotary, distances, condition, routed)
 
 
 def with_bias(context: ForwardContext, table: Table | None, positions: torch.Tensor) -> ForwardContext:

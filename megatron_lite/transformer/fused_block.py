@@ -34,6 +34,7 @@ from megatron_lite.transformer.kernels.qkv_heads import (
     expand_heads_kernel,
     rotate_heads_kernel,
 )
+from megatron_lite.transformer.mlp import MLP
 from megatron_lite.transformer.norms import LayerNorm, RMSNorm
 from megatron_lite.transformer.residual import Residual
 from megatron_lite.transformer.rope import head_transform
@@ -91,6 +92,7 @@ class FusedParameters(NamedTuple):
             else:
                 return None
         attention, mlp = block.attention, block.mlp
+        assert isinstance(mlp, MLP), "a plain block"
         parameters = FusedParameters(
             attention_norm=norms[0],
             qkv=_product(attention.query_key_value),

@@ -31,7 +31,7 @@ def _initial_std(name: str, config: ModelConfig) -> float:
         }
     elif config.init == "gpt2":
         output = config.init_std / math.sqrt(2 * config.num_layers)
-        by_ending |= {"attention.dense.weight": output, "mlp.dense_4h_to_h.weight": output}
+        by_ending |= {"attention.dense.weight": output, "dense_4h_to_h.weight": output}
     return next((std for end, std in by_ending.items() if std and name.endswith(end)), config.init_std)
 
 

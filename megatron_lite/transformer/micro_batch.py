@@ -27,6 +27,7 @@ from megatron_lite.transformer.batch import Batch, MakeInputs
 from megatron_lite.transformer.kernels.dropout import Dropout, salts, token_keys
 from megatron_lite.transformer.loss_positions import LossPositions, find_loss_positions
 from megatron_lite.transformer.named_buffer import NamedBuffer
+from megatron_lite.transformer.routed_tokens import RoutedTokens
 
 
 @dataclass
@@ -48,12 +49,26 @@ class MicroBatch:
     # that they predict once more, though `LossPositions.objectives` reports them apart.
     weight_objectives: np.ndarray
     extra_weight_objectives: np.ndarray
+    sequence: torch.Tensor | None  # int32 [T], of each token, -1 for padding; None: no router counts them
+    sequences: int
     loss_factor: float = 1.0  # multiplies its loss sum into its share of the step's loss
+    step_share: float = 1.0  # 1 over the number of micro-batches of the step on all ranks
+    loss_scale: float = (
+        1.0  # of the step in fp16, which losses that the engine does not see multiply themselves
+    )
 
     @staticmethod
     def from_batch(batch: Batch, device: torch.device, config: ModelConfig, **options: Any) -> MicroBatch:
         """`prepare` with its options and `to` in one."""
         return prepare(batch, device, config, **options).to(device)
+
+    @property
+    def routed(self) -> RoutedTokens | None:
+        """What the routers of experts read of it."""
+        if self.sequence is None:
+            return None
+        share = self.step_share / self.sequences
+        return RoutedTokens.of(self.sequence, self.sequences, share, self.loss_scale)
 
     def scale_weights(self, scales: np.ndarray) -> None:
         """Multiply each loss's weights, on the host. Args: scales: fp32 [losses]."""
@@ -83,6 +98,7 @@ def _tensor_fields(
         **{name: tensors[name] for name in ("tokens", "ids", "weights", "extra_weights", "targets")},
         "loss_positions": LossPositions(**_section(tensors, "loss_positions")),
         "dropout": dropout,
+        "sequence": tensors.get("sequence"),
         "extra_inputs": make_extra_inputs(_section(tensors, "extra_inputs")),
     }
 
@@ -147,6 +163,7 @@ def prepare(
         "tokens": fields.tokens,
         "ids": fields.ids,
         **dropout_arrays,
+        **({} if config.experts is None else {"sequence": _sequences(plan.order, batch)}),
         "weights": weights,
         "extra_weights": extra.weights,
         "targets": targets,
@@ -160,6 +177,7 @@ def prepare(
         make_extra_inputs=extra.make,
         weight_objectives=objectives,
         extra_weight_objectives=extra.weight_objectives,
+        sequences=len(batch.fields),
         **_tensor_fields(buffer.tensors(), dropout, extra.make),
     )
 
@@ -185,6 +203,11 @@ def _plan_attention(
         return plan, plan.lengths[0]
     multiple = slots if has_one_length else multiple
     return plan_stack(batch.layout, device, config, kernel, multiple, has_graphs), 0
+
+
+def _sequences(order: np.ndarray, batch: Batch) -> np.ndarray:
+    """The sequence of each token, int32 [T]; -1 for padding."""
+    return np.where(order < 0, -1, order // batch.fields.shape[2]).astype(np.int32)
 
 
 class _Fields(NamedTuple):

@@ -19,11 +19,12 @@ from megatron_lite.transformer.tensor_parallel import (
 class MLP(nn.Module):
     """Two linear layers with an activation between them. If it is gated, the first one also computes the gate."""
 
-    def __init__(self, config: ModelConfig, parallel: TensorParallel):
+    def __init__(self, config: ModelConfig, parallel: TensorParallel, inner_size: int | None = None):
+        """Args: inner_size: None = the model's."""
         super().__init__()
         self.activation = config.activation
         self.dropout = config.activation_dropout
-        inner, has_bias = config.inner_size, config.has_bias("mlp")
+        inner, has_bias = inner_size or config.inner_size, config.has_bias("mlp")
         self.is_gated = config.ffn == "gated"
         # Gate and value are sharded separately, so that a rank has the same features of both.
         parts = 2 if self.is_gated else 1

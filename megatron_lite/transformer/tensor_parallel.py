@@ -30,6 +30,7 @@ from megatron_lite.parallel.collectives import (
     Group,
     copy_to_group,
     finish,
+    gather_tokens_to_split,
     reduce_from_group,
     reduce_scatter_tokens,
     start_all_gather,
@@ -126,6 +127,7 @@ class TensorParallel:
     # Under sequence parallelism: sum the gradients of parameters outside these layers in every backward pass. Otherwise
     # whoever updates `is_partial` parameters sums them once per step.
     sums_at_once: bool = False
+    expert_group: Group = SINGLE  # the ranks that split the experts of a layer; each has other tokens
 
     def copy(self, x: torch.Tensor) -> torch.Tensor:
         """Before a product of which each rank computes some columns: x, equal on all ranks; its gradient is summed."""
@@ -136,6 +138,14 @@ class TensorParallel:
         if self.sequence_parallel:
             return reduce_scatter_tokens(partial, self.group)
         return reduce_from_group(partial, self.group)
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """Before several products of which each rank computes some columns: all tokens, from this rank's of [T, D]."""
+        return gather_tokens_to_split(x, self.group) if self.sequence_parallel else self.copy(x)
+
+    def leave(self, partial: torch.Tensor) -> torch.Tensor:
+        """After them: `sum_partial`, or x itself where one rank computes all."""
+        return partial if self.group.size == 1 else self.sum_partial(partial)
 
     def mark_replicated(self, *parameters: nn.Parameter) -> None:
         """Parameters used between regions: under sequence parallelism each rank has one term of their gradients."""

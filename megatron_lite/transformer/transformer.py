@@ -47,6 +47,7 @@ from megatron_lite.transformer.pooling import pool
 from megatron_lite.transformer.position_bias import Table, relative_tables
 from megatron_lite.transformer.predictions import task_outputs, token_scores
 from megatron_lite.transformer.residual import Hidden, materialize
+from megatron_lite.transformer.routed_tokens import RoutedTokens
 from megatron_lite.transformer.task_batch import TaskInputs
 from megatron_lite.transformer.task_losses import choice_scores, group_sums, task_loss, task_sums
 from megatron_lite.transformer.tensor_parallel import TensorParallel
@@ -91,7 +92,8 @@ class Transformer(TrainedModel):
         self.encoder_layernorm: LayerNorm | RMSNorm | None = None
         if config.decoder_layers:
             self.layers.extend(
-                DecoderBlock(config, self.parallel, recompute) for _ in range(config.decoder_layers)
+                DecoderBlock(config, self.parallel, recompute, layer)
+                for layer in range(config.num_layers, config.total_layers)
             )
             self.decoder_embedding = DecoderEmbedding(config, self.parallel)
             self.encoder_layernorm = encoder_layernorm(config, self.parallel)
@@ -114,9 +116,13 @@ class Transformer(TrainedModel):
         dropout: Dropout | None,
         before_block: BeforeBlock | None = None,
         condition: Condition | None = None,
+        routed: RoutedTokens | None = None,
     ) -> torch.Tensor:
-        """Output of the last block: [T, D], or [Td, D]. Args: condition: what the texts depend on."""
-        hidden, context = self._embed(tokens, ids, plan, dropout, condition)
+        """Output of the last block: [T, D], or [Td, D].
+
+        Args: condition: what the texts depend on. routed: the tokens that routers count; None: without their losses.
+        """
+        hidden, context = self._embed(tokens, ids, plan, dropout, condition, routed)
         if self.config.decoder_layers:
             hidden = self._run_encoder_decoder(hidden, context, ids[0].flatten())
         else:
@@ -134,11 +140,12 @@ class Transformer(TrainedModel):
         plan: AttentionPlan | EncoderDecoderPlan,
         dropout: Dropout | None,
         condition: Condition | None = None,
+        routed: RoutedTokens | None = None,
     ) -> tuple[torch.Tensor, ForwardContext]:
         """Input of the first block, [T, D], and the inputs of all blocks besides it."""
         # tokens [B, S] or [T], ids [len(ID_FIELDS), B, S] -> [len(ID_FIELDS), T]: the blocks know one list of tokens.
         context = make_context(
-            self.config, tokens.shape, ids.flatten(1), plan, dropout, self.parallel, condition
+            self.config, tokens.shape, ids.flatten(1), plan, dropout, self.parallel, condition, routed
         )
         self.before_use(self.embedding)
         if self.decoder_embedding is not None:
@@ -307,7 +314,7 @@ class Transformer(TrainedModel):
         return group_sums(log_p, groups), group_sums(~is_likeliest, groups) == 0
 
     def _hidden(self, batch: MicroBatch, before_block: BeforeBlock | None = None) -> torch.Tensor:
-        return self.run(batch.tokens, batch.ids, batch.plan, batch.dropout, before_block)
+        return self.run(batch.tokens, batch.ids, batch.plan, batch.dropout, before_block, routed=batch.routed)
 
     def _layers(self, batch: MicroBatch) -> list[torch.Tensor]:
         """[T, D] of the last block; for a mix of the embeddings and of all blocks."""

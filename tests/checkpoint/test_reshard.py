@@ -126,7 +126,11 @@ def train(context, settings, steps, load_from=None, save_to=None):
         count = SAMPLES // size // context.dp.size
         mine = [samples[(m * context.dp.size + context.dp.rank) * size :][:size] for m in range(count)]
         result = engine.train_step(
-            [engine.prepared(Batch(batch), step, 1.0 / weight) for batch in mine], lr=1e-3
+            [
+                engine.prepared(Batch(batch), step, 1.0 / weight, 1.0 / count / context.dp.size)
+                for batch in mine
+            ],
+            lr=1e-3,
         )
         sums = context.sum_losses(result.objective_sums)
         records.append((sums[:, 0].sum().item() / weight, result.outcome()))
@@ -187,6 +191,38 @@ def test_training_continues_in_another_layout(tmp_path, unbroken, ranks, before,
 
 
 DECODER = {"num_layers": 1, "decoder_layers": 2, "norm": "post", "embedding_norm": True}
+
+
+EXPERTS = {
+    "biases": "none",
+    "experts": {
+        "count": 4,
+        "per_token": 2,
+        "width": 16,
+        "biased": True,
+        "bias_rate": 0.01,
+        "balance_loss": 0.1,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "ranks, before, new_ranks, after",
+    [
+        (4, layout(tp=2, zero=2, ep=2), 2, layout(pp=2)),
+        pytest.param(4, layout(ep=4), 4, layout(ep=2, zero=2), marks=pytest.mark.slow),
+        pytest.param(2, layout(tp=2), 2, layout(ep=2), marks=pytest.mark.slow),
+    ],
+)
+def test_training_with_experts_continues_in_another_layout(tmp_path, ranks, before, new_ranks, after):
+    """The biases too, which no optimizer holds."""
+    records, weights = run_ranks(train, 1, tree(model=EXPERTS), range(BEFORE + AFTER))[0]
+    biases = [name for name in weights if name.endswith(".router.bias")]
+    assert len(biases) == 2
+    continued = continue_run(tmp_path, ranks, before, new_ranks, after, model=EXPERTS)
+    of_ranks, new_weights = zip(*continued, strict=True)
+    compare_steps(of_ranks, records[BEFORE:])
+    compare_weights(new_weights, weights)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from data_utils.common.settings import build
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.published.source import is_published, open_published
 from megatron_lite.hf.published.tensor_map import to_ours
-from megatron_lite.hf.published.write_config import hf_config
+from megatron_lite.hf.published.write_config import former_fields, hf_config
 from megatron_lite.transformer.attention_backends.layout import may_see
 from megatron_lite.transformer.batch import Batch
 from megatron_lite.transformer.micro_batch import MicroBatch
@@ -136,3 +136,23 @@ def test_options_of_no_class_are_refused(written):
         CheckpointError, match=r"model\.sandwich_norm is True, which GlmForCausalLM does not have"
     ):
         hf_config(config, {})
+
+
+def test_the_layer_for_further_tokens_is_left_out_of_import_and_export(tmp_path):
+    """Published files of GLM-4.5-Air have it as layer 46, after the last one; the class ignores it."""
+    write_random("glm4_moe", tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    state["model.layers.46.eh_proj.weight"] = torch.zeros(48, 96)
+    state["model.layers.46.mlp.experts.0.up_proj.weight"] = torch.zeros(24, 48)
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    edit(tmp_path, num_nextn_predict_layers=1)
+    source = open_published(tmp_path)
+    assert {shown for _, shown in source.ignored.values()} == {"model.layers.46.*"}
+    described = json.loads((tmp_path / "config.json").read_text())
+    model = build(ModelConfig, source.settings)
+    written = {**hf_config(model, described).to_dict(), **former_fields(model)}
+    assert written["num_nextn_predict_layers"] == 0 and written["n_routed_experts"] == 8
+    state["model.layers.47.eh_proj.weight"] = torch.zeros(48, 96)
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"also has model\.layers\.47\.eh_proj\.weight"):
+        open_published(tmp_path)

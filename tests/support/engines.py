@@ -58,8 +58,9 @@ def placed(engine):
             yield fragment, owned, positions[owned.start : owned.stop]
 
 
-def layout(tp=1, pp=1, zero=1, sp=False):
+def layout(tp=1, pp=1, zero=1, sp=False, ep=1):
     return {
+        "expert_parallel_size": ep,
         "tensor_parallel_size": tp,
         "pipeline_parallel_size": pp,
         "zero_stage": zero,

@@ -36,6 +36,7 @@ from data_utils.common.batch_fields import WEIGHTS
 from data_utils.common.errors import ConfigError, run_command
 from megatron_lite.checkpoint.fragments import Fragment
 from megatron_lite.checkpoint.shard_slices import matrix_shape
+from megatron_lite.config.experts import ExpertsConfig
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.engine.engine import TYPES, Engine
 from megatron_lite.engine.parameter_groups import parameter_groups
@@ -44,6 +45,7 @@ from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.transformer.batch import Batch
 from megatron_lite.transformer.build import build_model, model_spec
 from megatron_lite.transformer.micro_batch import MicroBatch
+from megatron_lite.transformer.router import Router
 from megatron_lite.transformer.tensor_parallel import whole_shape
 from support.distributed import run_ranks
 from support.electra import CASES as GENERATOR_AND_DISCRIMINATOR
@@ -53,6 +55,7 @@ from support.parity_cases import (
     CLIP,
     DISENTANGLED,
     DROPOUT,
+    EXPERTS,
     HALF,
     HEAD_NORMS,
     KINDS,
@@ -80,6 +83,8 @@ from support.project import ROOT
 
 # The one process
 
+ROUTER_BIAS = ".router.bias"  # no gradient moves it
+
 
 @dataclass
 class Record:
@@ -97,6 +102,14 @@ def micro_batch(case: Case, step: int, first: int, size: int) -> tuple[Batch, fl
     samples = case.samples(step)
     batch = case.batch(samples[first : first + size], np.arange(first, first + size))
     return batch, 1.0 / np.count_nonzero(samples[:, WEIGHTS])
+
+
+def move_bias(router: Router, settings: ExpertsConfig) -> None:
+    """By the definition: up where an expert has fewer tokens than the mean, down where it has more."""
+    counts, router.step_sums = router.step_sums[: settings.count].tolist(), None
+    for expert, count in enumerate(counts if router.bias is not None else ()):
+        mean = sum(counts) / len(counts)
+        router.bias.data[expert] += settings.bias_rate * ((count < mean) - (count > mean))
 
 
 def as_matrices(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -131,7 +144,9 @@ def _one_process(case: Case) -> Record:
     model = build_model(config, case.num_losses)
     named = dict(model.named_parameters())
     for name, parameter in named.items():
-        parameter.requires_grad_(config.model.lora is None or ".lora." in name)
+        parameter.requires_grad_(
+            (config.model.lora is None or ".lora." in name) and not name.endswith(ROUTER_BIAS)
+        )
     settings = config.optimizer
     groups, betas = parameter_groups(named, config), (settings.beta1, settings.beta2)
     trained = {name: p for name, p in named.items() if not model_spec(config).is_unused(name, config)}
@@ -159,6 +174,8 @@ def _one_process(case: Case) -> Record:
             torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad_norm or math.inf).item()
         )
         update()
+        for router in (module for module in model.modules() if isinstance(module, Router)):
+            move_bias(router, config.model.experts)
     record.weights = as_matrices(named)
     return record
 
@@ -250,7 +267,8 @@ def micro_batches_of(case: Case, engine: Engine, context: ParallelContext, step:
     size, dp = case.micro_batch_size, context.dp
     indices = [micro * dp.size + dp.rank for micro in range(case.accumulation)]
     made = [micro_batch(case, step, index * size, size) for index in indices]
-    return [engine.prepared(batch, step, factor) for batch, factor in made]
+    share = 1.0 / (case.accumulation * dp.size)
+    return [engine.prepared(batch, step, factor, share) for batch, factor in made]
 
 
 def run_step(
@@ -273,7 +291,11 @@ def run_step(
         compare_fragment(outcome, "gradients", step, fragment, gradient, record.gradients[step])
     if step == 0:
         is_lora = case.config().model.lora is not None
-        trained = {name: w for name, w in record.initial.items() if ".lora." in name or not is_lora}
+        trained = {
+            name: w
+            for name, w in record.initial.items()
+            if (".lora." in name or not is_lora) and not name.endswith(ROUTER_BIAS)
+        }
         check_cover([fragment for fragment, _ in seen], trained, context)
         if is_lora:  # what is frozen costs no state
             assert all(f.tensors.keys() == {"weight"} for f in engine.fragments() if f.name not in trained)
@@ -310,7 +332,11 @@ def outcomes_of(cases: Sequence[Case]) -> list[Outcome]:
     first = cases[0]
     assert all(case.layout == first.layout for case in cases)
     records = [reference_of(case) for case in cases]
-    parallel = ParallelConfig(tensor_parallel_size=first.tensor, pipeline_parallel_size=first.pipeline)
+    parallel = ParallelConfig(
+        tensor_parallel_size=first.tensor,
+        pipeline_parallel_size=first.pipeline,
+        expert_parallel_size=first.experts,
+    )
     per_rank = run_ranks(run_cases, first.ranks, cases, records, parallel=parallel)
     joined = per_rank[0]
     for others in per_rank[1:]:
@@ -433,6 +459,7 @@ TABLES: dict[str, list[Case]] = {
     "muP": MUP,
     "XLNet's memory": WITH_MEMORY,
     "LoRA": LORA,
+    "Mixtures of experts": EXPERTS,
 }
 
 

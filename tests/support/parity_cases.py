@@ -109,9 +109,39 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lora, disentangled": {
         "system": "deberta_v3", "positions": "learned_blocks", "position_buckets": 8, "lora": _UPDATES,
     },
+    "experts": {
+        "activation_dropout": 0.0, "rms_norm": True, "biases": "none", "activation": "silu", "ffn": "gated",
+        "ffn_size": 40, "positions": "rotary",
+        "experts": {
+            "count": 8, "per_token": 2, "width": 16, "shared": 1, "dense_layers": 1, "groups": 4, "kept_groups": 2,
+            "factor": 2.5, "biased": True, "bias_rate": 0.01, "balance_loss": 0.1, "z_loss": 0.05,
+        },
+    },
+    # In half precision rounding changes no choice where all are chosen.
+    "experts, all": {"biases": "none", "experts": {"count": 3, "per_token": 3, "width": 24, "z_loss": 1.0}},
+    "experts, softmax": {
+        "biases": "qkv",
+        "experts": {
+            "count": 6, "per_token": 3, "width": 24, "scores": "softmax", "normalized": False, "balance_loss": 0.2,
+            "z_loss": 0.1,
+        },
+    },
+    "experts, encoder-decoder": {
+        "biases": "none",
+        "experts": {
+            "count": 4, "per_token": 2, "width": 24, "balance_loss": 0.2, "biased": True, "bias_rate": 0.01,
+        },
+    },
 }  # fmt: skip
 MEMORY = "xlnet with memory"
-ENCODER_DECODER = ("encoder-decoder", "bart", "t5", "t5 with buckets", "lora, encoder-decoder")
+ENCODER_DECODER = (
+    "encoder-decoder",
+    "bart",
+    "t5",
+    "t5 with buckets",
+    "lora, encoder-decoder",
+    "experts, encoder-decoder",
+)
 
 
 def samples_of(step: int, *, has_memory: bool = False) -> np.ndarray:
@@ -155,6 +185,7 @@ class Case:
     variant: str = ""  # of VARIANTS
     optimizer: str = "adamw"
     loss_rows: int = 0
+    experts: int = 1  # ranks, of the data-parallel ones
 
     @property
     def ranks(self) -> int:
@@ -162,7 +193,7 @@ class Case:
 
     @property
     def layout(self) -> str:
-        return f"{self.tensor}x{self.pipeline}x{self.data}"
+        return f"{self.tensor}x{self.pipeline}x{self.data}" + (f"e{self.experts}" if self.experts > 1 else "")
 
     @property
     def micro_batch_size(self) -> int:
@@ -206,6 +237,7 @@ class Case:
             "tensor_parallel_size": self.tensor,
             "pipeline_parallel_size": self.pipeline,
             "sequence_parallel": self.sequence_parallel,
+            "expert_parallel_size": self.experts,
             "zero_stage": self.zero_stage,
             "offload_optimizer": self.offload,
         }
@@ -426,6 +458,31 @@ LORA = [
 ]
 
 
+EXPERTS = [  # with each kind of router, and losses and biases of it
+    Case(2, 2, 1, 1, True, accumulation=4, dropout=0.1, variant="experts"),
+    Case(1, 1, 2, 2, recompute="full", accumulation=4, variant="experts"),
+    Case(2, 1, 2, 1, recompute="selective", accumulation=4, variant="experts"),
+    Case(1, 4, 2, 1, accumulation=4, variant="experts"),
+    Case(2, 1, 1, 2, True, "full", accumulation=4, variant="experts, softmax"),
+    Case(1, 2, 2, 1, accumulation=4, variant="experts, softmax"),
+    Case(1, 2, 1, 1, recompute="full", accumulation=4, variant="experts, encoder-decoder"),
+    Case(2, 1, 2, 2, True, accumulation=4, variant="experts, encoder-decoder"),
+    # Experts on several ranks: on all data-parallel ones, or twice, and with tensor parallelism and stages.
+    Case(1, 1, 2, 2, accumulation=4, variant="experts", experts=2),
+    Case(1, 1, 4, 1, recompute="full", accumulation=4, variant="experts", experts=2),
+    Case(2, 1, 2, 2, True, accumulation=4, dropout=0.1, variant="experts", experts=2),
+    Case(2, 2, 2, 1, accumulation=4, variant="experts", experts=2),
+    Case(1, 1, 4, 2, accumulation=4, variant="experts, encoder-decoder", experts=4),
+    Case(1, 1, 2, 2, accumulation=4, variant="experts, softmax", experts=2, offload=True),
+    *(
+        replace(Case(1, 1, 2, 2, accumulation=4, variant="experts"), optimizer=kind)
+        for kind in ("muon", "lamb")
+    ),
+    Case(1, 1, 2, 1, accumulation=4, variant="experts", offload=True),
+    Case(1, 1, 2, 2, accumulation=4, variant="experts, all", precision="fp16"),
+]
+
+
 def _pairs(case: Case) -> set[tuple]:
     values = (
         case.tensor > 1, case.pipeline > 1, case.data > 1, case.zero_stage, case.sequence_parallel, case.recompute,
@@ -472,4 +529,8 @@ FEW = [  # of each list above, in the default run
     PARTS[-3],
     SHARED_BY_STAGES[3],
     *LORA[:2],
+    EXPERTS[0],
+    EXPERTS[6],
+    *EXPERTS[8:10],
+    EXPERTS[-1],
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from support.plant import RECIPES, Plant
+from support.plants_of_experts import MIXTURES
 from support.plants_of_kernels import KERNELS
 from support.plants_of_objectives import OBJECTIVES
 from support.plants_of_positions import POSITIONS
@@ -604,5 +605,5 @@ PROCESSES = (
 
 PLANTS = (
     *GRADIENTS, *LOSSES, *DROPOUT, *SAMPLES, *ROWS, *WINDOWS, *WIDTHS, *INSIDE, *OBJECTIVES, *STREAMS, *ELECTRA,
-    *KERNELS, *POSITIONS, *LORA, *PROCESSES, *EMBEDDINGS,
+    *KERNELS, *POSITIONS, *LORA, *PROCESSES, *EMBEDDINGS, *MIXTURES,
 )  # fmt: skip

@@ -46,6 +46,14 @@ SCALED = {  # in the lengths of a proof some wavelengths are kept, some divided,
         "original_max_position_embeddings": 64,
     },
 }  # fmt: skip
+GLM4_MOE = {
+    **GLM4, "num_hidden_layers": 2, "moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "first_k_dense_replace": 0, "attention_bias": True, "num_nextn_predict_layers": 0,
+}  # fmt: skip
+QWEN3_MOE = {
+    "num_hidden_layers": 2, "moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
+}  # fmt: skip
 FULL = {"sliding_window": None}
 # Windows shorter than the texts of a proof.
 MODERNBERT = {
@@ -201,6 +209,25 @@ CASES: dict[str, tuple[str, dict]] = {
         "EuroBertForMaskedLM",
         {**ODD_LLAMA, **SCALED, "mask_token_id": 3, "tie_word_embeddings": True},
     ),
+    "glm4_moe": ("Glm4MoeForCausalLM", GLM4_MOE),
+    "glm4_moe, odd": (
+        "Glm4MoeForCausalLM",
+        {
+            **GLM4_MOE,
+            "first_k_dense_replace": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "use_qk_norm": True,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 2.5,
+            "attention_bias": False,
+        },
+    ),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", {**WIDE_LLAMA, **QWEN3_MOE}),
+    "qwen3_moe, odd": (
+        "Qwen3MoeForCausalLM",
+        {**NARROW_LLAMA, **QWEN3_MOE, "mlp_only_layers": [0], "norm_topk_prob": False},
+    ),
     "neobert": ("NeoBERTLMHead", NEOBERT),
     "neobert, odd": ("NeoBERTLMHead", ODD_NEOBERT),
     "neobert, another": ("NeoBERTLMHead", {**ODD_NEOBERT, "hidden_size": 20, "num_attention_heads": 2}),
@@ -236,6 +263,7 @@ def random_model(
     for name in config.to_dict():
         if "drop" in name and isinstance(getattr(config, name), float):
             setattr(config, name, 0.0)
+    config._experts_implementation = "eager"  # of experts: the default has no fp64
     torch.manual_seed(0)
     std = SMALLER_STD.get(case, 0.25) if std is None else std
     model = cls(config)
@@ -244,7 +272,25 @@ def random_model(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * std)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=std)
     return model.eval()
+
+
+def as_in_files(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of a class by name, as its files have them: each expert by itself."""
+    found = {}
+    for name, tensor in named.items():
+        before, joined, last = name.rpartition("experts.")
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last)
+        if not joined or parts is None:
+            found[name] = tensor
+            continue
+        for number, expert in enumerate(tensor):
+            for part, rows in zip(parts, expert.chunk(len(parts)), strict=True):
+                found[f"{before}experts.{number}.{part}.weight"] = rows
+    return found
 
 
 def xlnet_inputs(fields: np.ndarray) -> tuple[dict[str, torch.Tensor], np.ndarray]:

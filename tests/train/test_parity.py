@@ -63,6 +63,7 @@ def test_half_precision_equals_one_process():
         "WITH_MEMORY",
         "MUP",
         "LORA",
+        "EXPERTS",
     ],
 )
 def test_further_cases_equal_one_process(name):

@@ -139,7 +139,7 @@ def test_the_model_tells_places_in_a_span(block_positions):
 def test_no_function_of_a_whole_block_leaves_something_out(options):
     """Blocks with rotary positions may be one function of autograd, those with what it does not compute may not."""
     fusible = [
-        Block(config, TensorParallel(), "none").may_fuse
+        Block(config, TensorParallel(), "none", 0).may_fuse
         for config in (CONFIG, dataclasses.replace(CONFIG, **options))
     ]
     assert fusible == [True, False]
@@ -214,7 +214,10 @@ def test_deepnorm_scales_the_residual_and_the_initial_values():
 def test_ranks_hold_the_keys_of_their_queries():
     config = dataclasses.replace(CONFIG, num_key_value_heads=2, ffn="gated", ffn_size=20)
     shapes = [
-        {name: tuple(p.shape) for name, p in Block(config, TensorParallel(group), "none").named_parameters()}
+        {
+            name: tuple(p.shape)
+            for name, p in Block(config, TensorParallel(group), "none", 0).named_parameters()
+        }
         for group in (Group(None, 0, 1, (0,)), Group(None, 1, 2, (0, 1)))
     ]
     whole, half = (

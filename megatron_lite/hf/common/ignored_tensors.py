@@ -53,7 +53,7 @@ BUFFERS = (
     Ignored(("EncDecAttention.relative_attention_bias.weight",), "a table of distances that no layer reads"),
 )  # fmt: skip
 _BERTS, _ROBERTAS = ("bert", "ernie"), ("roberta", "xlm-roberta", "camembert")
-_LLAMAS = ("llama", "mistral", "qwen2", "qwen3", "eurobert", "glm", "glm4")
+_LLAMAS = ("llama", "mistral", "qwen2", "qwen3", "eurobert", "glm", "glm4", "glm4_moe", "qwen3_moe")
 # Heads and layers that the class of a directory lacks and another class of the same system has.
 OTHER_CLASS_TENSORS = (
     Ignored(("pooler.dense.*",), "a layer on the first token", (*_BERTS, *_ROBERTAS, "electra", "deberta-v2")),
@@ -78,6 +78,7 @@ OTHER_CLASS_TENSORS = (
     Ignored(("logits_proj.*", "sequence_summary.*"), "a head of a task", ("xlnet",)),
     Ignored(("multiple_choice_head.*",), "a head of a task", ("gpt2", "openai-gpt")),
     Ignored(("classification_head.*", "qa_outputs.*"), "a head of a task", ("bart", "t5", "mt5")),
+    Ignored(("layers.46.*", "layers.92.*"), "a layer that predicts further tokens (MTP)", ("glm4_moe",)),
     Ignored(("score.*",), "a head of a task", ("gpt2", "openai-gpt", *_LLAMAS)),
 )  # fmt: skip
 

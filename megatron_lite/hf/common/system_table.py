@@ -80,6 +80,7 @@ class TensorRule:
     """One line of the table: one of our modules, and their modules that hold the same parameters.
 
     "{i}" in a name is the number of a layer. Decoder layers have "{d}" in our name: encoder layers are counted first.
+    "{e}" is the number of an expert.
 
     Args:
         theirs: several modules are joined along the output features, as Q|K|V.

@@ -34,7 +34,7 @@ def _former_scaling(scaling: tuple[float, ...]) -> dict[str, Any] | None:
 
 
 _FIELDS = (*DECODER_FIELDS, _SCALING)
-_HEAD_NORMS = (
+HEAD_NORMS = (
     TensorRule("attention.head_norms.query_layernorm", ("self_attn.q_norm",), ROTATE_HALF),
     TensorRule("attention.head_norms.key_layernorm", ("self_attn.k_norm",), ROTATE_HALF),
 )
@@ -45,7 +45,7 @@ def _system(name: str, class_name: str, required: dict[str, Any], **changes: Any
     return replace(
         GLM4,
         model_type=name,
-        rules=decoder_rules(("mlp.gate_proj", "mlp.up_proj"), ROTATE_HALF, _HEAD_NORMS),
+        rules=decoder_rules(("mlp.gate_proj", "mlp.up_proj"), ROTATE_HALF, HEAD_NORMS),
         pretraining_class=lambda config: class_name,
         classes={class_name: name},
         required=required,

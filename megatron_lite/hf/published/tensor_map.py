@@ -12,6 +12,7 @@ import stores them in the run's directory, so that an export is bit-equal to the
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -63,8 +64,10 @@ def tensor_mappings(
         count = (
             config.num_layers if "{i}" in rule.ours else config.decoder_layers if "{d}" in rule.ours else 1
         )
-        for i in range(count):
+        experts = config.experts.count if config.experts is not None and "{e}" in rule.ours else 1
+        for i, e in itertools.product(range(count), range(experts)):
             name = rule.ours.replace("{i}", str(i)).replace("{d}", str(config.num_layers + i))
+            name = name.replace("{e}", str(e))
             for suffix in ("",) if rule.is_tensor else (".weight", ".bias"):
                 ours = f"{name}{suffix}"
                 if ours not in shapes:
@@ -80,7 +83,7 @@ def tensor_mappings(
                     # A transposition leaves the bias alone; a permutation of output features moves it too.
                     transform = transform if transform.applies_to_bias or suffix != ".bias" else SAME
                     mapping = TensorMapping(ours, index, shares, transform, config, skipped)
-                    mappings[f"{theirs}{suffix}".replace("{i}", str(i))] = mapping
+                    mappings[f"{theirs}{suffix}".replace("{i}", str(i)).replace("{e}", str(e))] = mapping
     return mappings
 
 

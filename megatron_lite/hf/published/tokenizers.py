@@ -28,7 +28,9 @@ _AFFIX_ROLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "bart": (("cls",), ("eos",)),
     **dict.fromkeys(("t5", "t5_1_1", "mt5"), ((), ("eos",))),
     "xlnet": ((), ("sep", "cls")),
-    **dict.fromkeys(("gpt", "gpt2", "glm4", "glm4_0414", "qwen2", "qwen3"), ((), ())),
+    **dict.fromkeys(
+        ("gpt", "gpt2", "glm4", "glm4_0414", "glm4_moe", "qwen2", "qwen3", "qwen3_moe"), ((), ())
+    ),
     **dict.fromkeys(("llama", "mistral"), (("cls",), ())),
 }
 Affixes = tuple[list[int], ...]  # ids of the tokens before a text, and after it

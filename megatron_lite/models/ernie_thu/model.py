@@ -29,6 +29,7 @@ from megatron_lite.transformer.forward_context import ForwardContext
 from megatron_lite.transformer.kernels.dropout import Dropout, FeatureDropout, hash_pairs, is_kept
 from megatron_lite.transformer.kernels.fused import activated
 from megatron_lite.transformer.micro_batch import MicroBatch
+from megatron_lite.transformer.mlp import MLP
 from megatron_lite.transformer.norms import make_norm
 from megatron_lite.transformer.residual import Hidden, materialize
 from megatron_lite.transformer.tensor_parallel import (
@@ -84,7 +85,7 @@ class EntityBlock(Block):
         recompute: str,
         attends: bool,
     ):
-        super().__init__(config, parallel, recompute)
+        super().__init__(config, parallel, recompute, 0)
         size, inner, alone = of_entities.size, config.inner_size, TensorParallel()
         # The one-function block computes BERT's FFN, without entities.
         self.may_fuse = False
@@ -133,6 +134,7 @@ class EntityBlock(Block):
         # Padding entities point at row 0 (`clamp` above); zeros make their `index_add` below change nothing.
         states = states * is_real.flatten()[:, None].to(states.dtype)
         # [T, inner]; the entities' share is added at the token where each mention begins.
+        assert isinstance(self.mlp, MLP), "configuration refuses experts"
         inner = self.mlp.dense_h_to_4h(attended) + self.entity_bias
         inner = inner.index_add(0, rows, self.entity_h_to_4h(states))
         inner = activated(inner, self.mlp.activation, gated=False, dropout=None)

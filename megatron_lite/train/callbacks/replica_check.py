@@ -23,6 +23,7 @@ from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.runtime.control import Requests
 from megatron_lite.runtime.watchdog import Section
 from megatron_lite.train.callbacks.callback import Callback, Pause, is_multiple
+from megatron_lite.transformer.flops import EXPERTS
 from megatron_lite.transformer.tensor_parallel import partition_of
 
 _MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, so that a flipped bit always changes the sum
@@ -73,7 +74,8 @@ def differing_replicas(
     # All three comparisons are made by every rank, differences or not: they are collectives.
     lines = _compare_ends(named, context.pp)
     if zero_stage < 3:
-        lines += _compare(named, context.dp)
+        lines += _compare({n: p for n, p in named.items() if EXPERTS not in n}, context.dp)
+        lines += _compare({n: p for n, p in named.items() if EXPERTS in n}, context.edp)
         lines += _compare({n: p for n, p in named.items() if partition_of(p).dim is None}, context.tp)
     return _on_every_rank(lines, context)
 

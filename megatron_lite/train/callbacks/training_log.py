@@ -62,6 +62,7 @@ class TrainingLog(Callback):
             **self.loss_normaliser.means(sums, step),
             "lr": self.phase_plan.learning_rate(step),
             **self.engine.annealed,
+            **self.engine.expert_measures(),
             "grad_norm": result.grad_norm,
             "loss_scale": result.loss_scale,
             "skipped_steps": self.results.skipped_steps,
