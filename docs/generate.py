@@ -233,7 +233,7 @@ def _needed(phases: Iterable[tuple[Config, AverageSequence]], processes: int) ->
             return "no"
         hours += phase.training.steps * step.step_ms / 3600e3
         peak = max(peak, step.peak_gib)
-    minutes = math.ceil(hours * 60)
+    minutes = max(1, round(hours * 60))
     duration = (
         f"{minutes} min" if hours < 2 else f"{hours:.0f} hours" if hours < 72 else f"{hours / 24:.0f} days"
     )

@@ -99,7 +99,7 @@ def test_a_branch_changes_rate_and_objective_but_not_the_samples_used(corpus, tr
     """`optimizer.lr` and an objective's section are for phases in the run itself."""
     branch = {"initialize_from": str(trained), "initialize": "all"}
     changes = {"optimizer": {"lr": 1e-4}, "blank_infilling": {"token_prob": 0.9, "sentence_prob": 0.0}}
-    with pytest.raises(CheckpointError, match="token_prob: 0.5 -> 0.9; .*optimizer.lr.* in a phase"):
+    with pytest.raises(CheckpointError, match=r"token_prob: 0.5 -> 0.9; .*optimizer.lr.* in a phase"):
         begin(corpus, trained, **changes)
     begin(corpus, tmp_path, **branch, **changes)
     with pytest.raises(CheckpointError, match="samples used or skipped by step 2: 16 -> 8"):
