@@ -1,6 +1,7 @@
-"""Pretrain GLM: `deepspeed --num_gpus N pretrain_glm.py --config configs/tiny.yaml [section.key=value ...]`.
+"""Pretrain a model, or continue a run: the same command again.
 
-The order is: configuration, data, context, model, engine, Trainer.fit.
+python pretrain_glm.py --config small --dry-run 8                      # will it fit, and how fast?
+deepspeed --num_gpus 8 pretrain_glm.py --config small training.steps=5000
 """
 
 from __future__ import annotations

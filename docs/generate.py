@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Write what follows from the code: python docs/generate.py
 
-These are docs/settings.md and docs/api.md, and tables in checkpoints.md, coming_from.md, huggingface.md and
-huggingface_systems.md.
+These are docs/settings.md and docs/api.md, and tables in checkpoints.md, coming_from.md, huggingface.md,
+huggingface_systems.md and requirements.md.
 
 tests/test_documentation.py compares the pages with what this script would write.
 """
@@ -12,9 +12,11 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import math
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -23,19 +25,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from support import code_structure
 
 from data_utils.common.settings_listed import describe
+from megatron_lite.config.attention import with_choice
 from megatron_lite.config.coming_from import sources
 from megatron_lite.config.deepspeed_table import Policy, table
-from megatron_lite.config.tree import Config, settings_schema
+from megatron_lite.config.tree import Config, load_config, settings_schema
+from megatron_lite.estimate.average_sequence import AverageSequence, average_sequence
+from megatron_lite.estimate.gpus import gpu_named
+from megatron_lite.estimate.step_estimate import estimate
 from megatron_lite.hf.common.ignored_tensors import BUFFERS, OTHER_CLASS_TENSORS
 from megatron_lite.hf.published.systems import PUBLISHED, SYSTEMS_BY_NAME
 from megatron_lite.runtime.changes import resume_rule
 from megatron_lite.runtime.run_state import MEANINGS
+from megatron_lite.transformer.build import model_spec
 
 ROOT = code_structure.ROOT
 STATES = ("<!-- the table of states: written by docs/generate.py -->", "<!-- end of the table -->")
 SYSTEMS = ("<!-- the table of systems: written by docs/generate.py -->", STATES[1])
 ARGUMENTS = ("<!-- the tables of arguments: written by docs/generate.py -->", STATES[1])
 LEFT_OUT = ("<!-- the table of what is left out: written by docs/generate.py -->", STATES[1])
+NEEDS = ("<!-- the table of memory and time: written by docs/generate.py -->", STATES[1])
 NOTICE = "Written by `python docs/generate.py`; change the code, not this page."
 # What `describe` writes of a setting: its key, then type, range (if it has one) and default in parentheses.
 SETTING = re.compile(
@@ -181,6 +189,55 @@ def huggingface_systems() -> str:
         names = each.names if each.types else [f"*.{name}" for name in each.names]  # below any module
         lines.append(f"| {_listed(names)} | {each.what} | {_listed(each.types) or 'any'} |")
     return _with_table((ROOT / "docs/huggingface_systems.md").read_text(encoding="utf-8"), LEFT_OUT, lines)
+
+
+# Configurations by size, and numbers of GPUs.
+ESTIMATED = (
+    "small",
+    "medium",
+    "modernbert-base",
+    "bert-large",
+    "t5-base",
+    "glm-large",
+    "glm-2b",
+    "glm-10b",
+    "llama-3.2-1b",
+)
+GPUS = (1, 8, 64)
+
+
+def requirements() -> str:
+    """The page, with what `--dry-run` estimates of some configurations."""
+    titles = [f"{number} GPU{'s' * (number > 1)}" for number in GPUS]
+    lines = [f"| configuration | parameters | {' | '.join(titles)} |", "|---|---|" + "---|" * len(GPUS)]
+    for name in ESTIMATED:
+        config = load_config([ROOT / f"configs/{name}.yaml"])
+        if config.model.vocab_size is None:
+            config = config.with_vocab_size(32000)  # of README.md's tokenizer
+        config = with_choice(config, gpu_named("h100").capability)
+        phases = [(phase, average_sequence(phase)) for phase in config.phase_plan.alone()]
+        cells = [_needed(phases, number) for number in GPUS]
+        parameters = model_spec(config).count(config) / 1e6
+        lines.append(f"| `{name}.yaml` | {parameters:,.0f} M | {' | '.join(cells)} |")
+    return _with_table((ROOT / "docs/requirements.md").read_text(encoding="utf-8"), NEEDS, lines)
+
+
+def _needed(phases: Iterable[tuple[Config, AverageSequence]], processes: int) -> str:
+    """Memory and time of a configuration's steps on so many H100."""
+    gpu, hours, peak = gpu_named("h100"), 0.0, 0.0
+    for phase, sequence in phases:
+        micro = math.gcd(phase.batch.micro_batch_size, phase.batch.global_batch_size // processes)
+        phase = replace(phase, batch=replace(phase.batch, micro_batch_size=micro))
+        step = estimate(phase, processes, gpu, sequence)
+        if not step.fits(gpu):
+            return "no"
+        hours += phase.training.steps * step.step_ms / 3600e3
+        peak = max(peak, step.peak_gib)
+    minutes = max(1, round(hours * 60))
+    duration = (
+        f"{minutes} min" if hours < 2 else f"{hours:.0f} hours" if hours < 72 else f"{hours / 24:.0f} days"
+    )
+    return f"{peak:.1f} GiB, {duration}"
 
 
 def coming_from() -> str:
@@ -357,6 +414,7 @@ PAGES = {
     "checkpoints.md": checkpoints,
     "huggingface.md": huggingface,
     "huggingface_systems.md": huggingface_systems,
+    "requirements.md": requirements,
     "coming_from.md": coming_from,
     "../configs/settings.schema.json": schema,
 }

@@ -20,6 +20,7 @@ OUTSIDE = {
     "benchmarks/real_tasks.png": "real_tasks.png",
     "benchmarks/recall.png": "recall.png",
     "benchmarks/second_positions.png": "second_positions.png",
+    "CITATION.cff": "citation.txt",
     "LICENSE": "license.txt",
 }
 SOURCES = {in_site: path for path, in_site in OUTSIDE.items()}

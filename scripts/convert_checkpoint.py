@@ -1,6 +1,9 @@
 #!/usr/bin/env python3
 """Convert checkpoints to and from Hugging Face directories, and compare the logits of both models.
 
+    python scripts/convert_checkpoint.py import --input google-bert/bert-base-uncased --output runs/bert
+    python scripts/convert_checkpoint.py export --checkpoint runs/bert --output bert-continued
+
 See docs/huggingface.md.
 """
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Whether what a model computes changes by as much at every width: so it should with muP, `model.mup`; else it grows.
+"""Check muP (`model.mup`): activations change by the same amount at every width; without it the change grows.
 
     python scripts/coordinate_check.py --config configs/tiny.yaml --output coordinate_check.png
 

@@ -5,7 +5,7 @@ usage() {
     cat <<'END'
 Usage: scripts/laptop.sh [--smoke] [--text FILE]... [--blimp PATH] [DIRECTORY]
 
-A GLM from ten million words of English in about 2.5 hours on two cores, and what it knows (docs/laptop.md): collects text from
+A GLM from ten million words of English in 2.2 hours on two cores, and what it knows (docs/laptop.md): collects text from
 packages with free licences, trains a tokenizer, builds the corpora, trains configs/laptop.yaml in its phases, scores it
 on BLiMP after each phase, and writes a page about the run.
 

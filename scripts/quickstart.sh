@@ -19,7 +19,7 @@ continue after an interruption: finished stages are skipped.
   --smoke   a few training steps on little text: checks that everything works, not that
             the model learns (default DIRECTORY: build/quickstart)
 
-Needs Python 3.11 or newer with venv and pip (PYTHON=... names another one than python3),
+Needs Python 3.11 to 3.13 with venv and pip (PYTHON=... names another one than python3),
 a C compiler, 4 GB of memory and 8 GB of disk.
 END
 }

@@ -7,8 +7,8 @@ python=.venv/bin/python
 
 ensure_environment() {
     local file=$1 base=${PYTHON:-python3} key
-    if ! command -v "$base" >/dev/null || ! "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-        echo "error: $base is not Python 3.11 or newer; install it, or name one with PYTHON=/path/to/python." >&2
+    if ! command -v "$base" >/dev/null || ! "$base" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))'; then
+        echo "error: $base is not Python 3.11 to 3.13; install one, or name it with PYTHON=/path/to/python." >&2
         return 2
     fi
     key=$(requirements_key "$base" "$file")

@@ -2,8 +2,8 @@
 
 Commands that take seconds run in the usual tests, on some of their pages, others in tests marked slow, page by page and
 in their order, in a copy of the project with small inputs. `SMALLER` replaces numbers that need a long run, and a
-launcher of many processes, and changes nothing else. The tutorial's Python runs too. Each command is at least read by
-its parser.
+launcher of many processes, and changes nothing else. README.md begins in an empty directory; its Python and that of the
+whole paths run too. Each command is at least read by its parser.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
+import venv
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,7 @@ import yaml
 import zstandard
 from pyarrow import parquet
 from support.distributed import run_ranks
+from support.plants import PLANTS
 from support.project import PAGES, ROOT, copied_project, small_run
 from support.published_files import write_released
 from support.report_runs import fit_and_fill, interrupted
@@ -38,12 +40,12 @@ from megatron_lite.config.tree import load_config
 from megatron_lite.runtime.heartbeats import Heartbeat, heartbeat_directory
 
 COMMAND = re.compile(r"(python|deepspeed|bash|make|pip|wandb|mpirun|srun|sbatch|diff|docker) ")
-HERE, SLOW, TUTORIAL = "here", "slow", "the tutorial's test below"
+HERE, SLOW, WHOLE = "here", "slow", "the test of whole paths below"
 
 
 @dataclass(frozen=True)
 class Row:
-    """Where the commands run that start with `start`: HERE, SLOW, TUTORIAL, or a test elsewhere and the reason."""
+    """Where the commands run that start with `start`: HERE, SLOW, WHOLE, or a test elsewhere and the reason."""
 
     start: str
     where: str
@@ -51,7 +53,8 @@ class Row:
 
 
 TABLE = [
-    Row("", TUTORIAL, "tutorial.md"),
+    Row("", WHOLE, "tutorial.md"),
+    Row("", WHOLE, "classifier.md"),
     Row("python scripts/embed.py", "tests/embedding/test_embed_command.py: needs a run of an encoder"),
     Row(
         "python scripts/convert_checkpoint.py import --input all-MiniLM",
@@ -147,8 +150,6 @@ TABLE = [
     Row("python benchmarks/", "tests/test_benchmarks.py: minutes to hours, here its arguments are read"),
     Row("python tests/support/drawn_layouts.py", "tests/train/test_drawn_layouts.py: minutes"),
     Row("python tests/support/parity.py", "tests/train/test_parity.py: hours"),
-    Row("python tests/support/planted.py", "tests/test_planted.py: hours"),
-    Row("python scripts/gpu_day.py", "tests/scripts/test_gpu_day.py: needs a GPU"),
     Row("python scripts/check_versions.py", "tests/scripts/test_check_versions.py: installs gigabytes"),
     Row("python -m pytest", "it is what runs this"),
     Row("python -m mkdocs", "tests/test_site.py"),
@@ -175,6 +176,8 @@ SMALLER = {
     "RUN_DIRECTORY": "runs/base",
     "seed_1234": "seed_7",
     "--checkpoint runs/small": "--checkpoint runs/base",
+    "--dry-run 8": "--dry-run 2",
+    "quickstart.sh": "quickstart.sh --smoke quickstart",
     "--config A ": "--config configs/glm-base.yaml ",
     "--config B ": "--config configs/glm-large.yaml ",
     # One process instead of a launcher: tests/train/test_launcher.py starts several.
@@ -183,6 +186,7 @@ SMALLER = {
     "first_step: 20, last_step: 22, ranks: [0, 7], memory: true": "first_step: 2, last_step: 3, ranks: [0]",
     "step_00050000": "step_00000003",
     "training.steps=55000": "training.steps=7",
+    "training.steps=2000": "training.steps=2",
     "{steps: 2000, kind": "{steps: 2, kind",
     "{steps: 48000, kind": "{steps: 1, kind",
     "{steps: 5000, kind": "{steps: 4, kind",
@@ -236,6 +240,16 @@ def test_what_runs_elsewhere_runs_there():
     assert made and set(made) <= set(targets)
     for package in (name for _, line in ALL if line.startswith("pip install") for name in line.split()[2:]):
         assert package in (ROOT / "requirements-dev.txt").read_text()
+
+
+def test_the_proofs_of_the_readme_name_tests_and_bugs_that_exist():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    proofs = re.findall(r"`bash scripts/test\.sh (\S+)(?: -k (\w+))?`", text)
+    assert len(proofs) >= 3
+    for file, name in proofs:
+        assert re.search(rf"^def test_\w*{name}", (ROOT / file).read_text(encoding="utf-8"), re.M), file
+    (bug,) = re.findall(r"planted\.py --only '([^']+)'", text)
+    assert bug in {plant.name for plant in PLANTS}
 
 
 def scripts_of_launchers() -> list[str]:
@@ -333,6 +347,17 @@ def stock(corpus, tmp_path_factory):
     return stock
 
 
+# A run of seconds.
+SMALL = {
+    "model": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 2},
+    "batch": {"micro_batch_size": 2, "global_batch_size": 4},
+    "training": {"steps": 12, "precision": "fp32", "eval_interval": 6, "eval_samples": 8},
+    "schedule": {"warmup_steps": 2},
+    "checkpoint": {"save_interval": 0},
+    "run": {"log_interval": 4},
+}
+
+
 @pytest.fixture
 def scratch(stock, tmp_path):
     """A copy of the project with the stock. Its small and tiny configurations train in seconds."""
@@ -343,16 +368,8 @@ def scratch(stock, tmp_path):
     shutil.copytree(
         ROOT / "benchmarks", tmp_path / "benchmarks", ignore=shutil.ignore_patterns("*.png", "*.json")
     )
-    smaller = {
-        "model": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 2},
-        "batch": {"micro_batch_size": 2, "global_batch_size": 4},
-        "training": {"steps": 12, "precision": "fp32", "eval_interval": 6, "eval_samples": 8},
-        "schedule": {"warmup_steps": 2},
-        "checkpoint": {"save_interval": 0},
-        "run": {"log_interval": 4},
-    }
     for name in ("small", "optimus-tiny"):
-        change(tmp_path / f"configs/{name}.yaml", smaller)
+        change(tmp_path / f"configs/{name}.yaml", SMALL)
     data = {name: [{"prefix": f"data/corpus_{name}"}] for name in ("train", "validation")}
     tokenizer = {"kind": "bert_wordpiece", "path": "vocab.txt"}
     change(tmp_path / "configs/tiny.yaml", {"data": data, "tokenizer": tokenizer})
@@ -376,7 +393,8 @@ def change(file: Path, tree: dict) -> None:
 
 
 def run(command: list[str], scratch: Path, status: int = 0, **variables: str) -> str:
-    bin = os.path.dirname(sys.executable)
+    own = scratch / ".venv/bin"
+    bin = own if own.exists() else os.path.dirname(sys.executable)
     environment = {**os.environ, "PATH": f"{bin}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     environment |= {"HF_HOME": str(scratch / "cache"), **variables}
     done = subprocess.run(command, cwd=scratch, env=environment, capture_output=True, text=True)
@@ -394,13 +412,17 @@ def run_page(page: Path, where: set[str], scratch: Path) -> None:
     # Compiling takes longer than a few samples; slow commands train.
     variables = {} if SLOW in where else {"NUMBA_DISABLE_JIT": "1"}
     for line in dict.fromkeys(lines):  # some stand twice on a page, for two purposes
-        for written, smaller in SMALLER.items():
-            line = line.replace(written, smaller)
-        printed = run(["bash", "-e", "-c", line], scratch, DIFFERENT.get(line.split()[0], 0), **variables)
-        # An import prints the command that builds a corpus with the model's tokenizer; the next ones train on it.
-        build = re.search(r"python scripts/preprocess_data\.py --input FILE .*", printed)
-        if build and not (scratch / "data/corpus.bin").exists():
-            run(["bash", "-e", "-c", build[0].replace("FILE", "raw/words.jsonl")], scratch)
+        run_line(line, scratch, DIFFERENT.get(line.split()[0], 0), **variables)
+
+
+def run_line(line: str, place: Path, status: int = 0, **variables: str) -> None:
+    for written, smaller in SMALLER.items():
+        line = line.replace(written, smaller)
+    printed = run(["bash", "-e", "-c", line], place, status, **variables)
+    # An import prints the command that builds a corpus with the model's tokenizer; the next ones train on it.
+    build = re.search(r"python scripts/preprocess_data\.py --input FILE .*", printed)
+    if build and not (place / "data/corpus.bin").exists():
+        run(["bash", "-e", "-c", build[0].replace("FILE", "raw/words.jsonl")], place, **variables)
 
 
 def without_corpus(scratch: Path) -> None:
@@ -443,11 +465,6 @@ def with_texts_and_released_models(scratch: Path) -> None:
     with_released_models(scratch)
 
 
-def with_released_models_alone(scratch: Path) -> None:
-    with_released_models(scratch)
-    shutil.rmtree(scratch / "runs/base")  # README.md trains a run of this name
-
-
 def with_fine_tuned_run(scratch: Path) -> None:
     with_texts(scratch)
     change(scratch / "configs/tasks/noisy_votes.yaml", {"finetune": {"epochs": 1}})
@@ -485,11 +502,11 @@ def with_labelled_texts(scratch: Path) -> None:
 
 
 PREPARATIONS = {
-    "README.md": without_corpus, "data.md": without_corpus, "own_objective.md": with_own_objective,
+    "data.md": without_corpus, "own_objective.md": with_own_objective,
     "tasks.md": with_labelled_texts, "fine_tuning.md": with_labelled_texts,
 }  # fmt: skip
 SLOW_PREPARATIONS = {
-    "README.md": with_released_models_alone, "huggingface.md": with_released_models,
+    "huggingface.md": with_released_models,
     "latent.md": with_texts_and_released_models, "analysis.md": with_fine_tuned_run,
     "lora.md": with_labelled_texts,
     "coming_from.md": with_deepspeed_file, "configuration.md": with_own_datasets, "data_mixtures.md": with_long_run,
@@ -497,11 +514,13 @@ SLOW_PREPARATIONS = {
 
 
 def pages_with(where: str) -> list[Path]:
-    return [page for page in PAGES if any(row_of(page, line).where == where for line in commands(page))]
+    """README.md has its own test."""
+    pages = [page for page in PAGES if page != ROOT / "README.md"]
+    return [page for page in pages if any(row_of(page, line).where == where for line in commands(page))]
 
 
 # Other pages have these commands with other options, or commands that have tests of their own.
-QUICK = ("README", "checkpoints", "cleaning", "data_format", "objectives", "own_objective", "watching")
+QUICK = ("checkpoints", "cleaning", "data_format", "objectives", "own_objective", "watching")
 
 
 @pytest.mark.parametrize(
@@ -522,15 +541,105 @@ def test_slow_commands_run_as_they_are_written(page, scratch, corpus):
     run_page(page, {HERE, SLOW}, scratch)
 
 
-@pytest.mark.slow
-def test_the_tutorial_runs_as_it_is_written(scratch):
-    """Its commands and its Python, in order, with smaller numbers in configs/small.yaml."""
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """(language, text) of what a reader runs, continued lines joined."""
+    found = re.findall(r"^```(bash|python)\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
+    return [(language, re.sub(r"\\\n\s*", " ", text)) for language, text in found]
+
+
+def run_block(language: str, text: str, place: Path) -> None:
+    for line in [text] if language == "python" else text.splitlines():
+        if language == "python":
+            run(["python", "-c", line], place)
+        elif line:
+            run_line(line, place)
+
+
+def with_labelled_reviews(scratch: Path) -> None:
+    """What a reader of classifier.md writes and has."""
+    with_released_models(scratch)
+    with_labelled_texts(scratch)
+    shutil.copy(scratch / "data/own/train.jsonl", scratch / "data/own/new.jsonl")
+    page = (ROOT / "docs/classifier.md").read_text(encoding="utf-8")
+    (scratch / "reviews.yaml").write_text(re.search(r"```yaml\n(.*?)```", page, re.S)[1])
+
+
+def with_raw_text_alone(scratch: Path) -> None:
     for name in ("data", "runs"):
         shutil.rmtree(scratch / name)
-    page = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```(bash|python)\n(.*?)^```", page, re.S | re.M)
-    assert len(blocks) >= 8
-    for language, block in blocks:
-        run(["bash", "-e", "-c", block] if language == "bash" else [sys.executable, "-c", block], scratch)
-    assert (scratch / "runs/small/loss.png").stat().st_size > 1000
-    assert (scratch / "small-hf/model.safetensors").exists() and (scratch / "runs/continued").is_dir()
+    change(scratch / "configs/medium.yaml", SMALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page, prepare, results",
+    [
+        (
+            "tutorial",
+            with_raw_text_alone,
+            ["runs/medium/loss.png", "medium-hf/model.safetensors", "runs/continued"],
+        ),
+        (
+            "classifier",
+            with_labelled_reviews,
+            ["runs/reviews/results.json", "reviews-hf/model.safetensors", "out"],
+        ),
+    ],
+)
+def test_whole_paths_run_as_they_are_written(page, prepare, results, scratch):
+    prepare(scratch)
+    for language, text in blocks(ROOT / f"docs/{page}.md"):
+        run_block(language, text, scratch)
+    assert [result for result in results if not (scratch / result).exists()] == []
+
+
+def with_packages(place: Path) -> None:
+    """What scripts/quickstart.sh would download: an environment that sees the packages of the running one."""
+    venv.create(place / ".venv")
+    (site,) = (place / ".venv").glob("lib/python*/site-packages")
+    (site / "outer.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n")
+    launcher = place / ".venv/bin/deepspeed"
+    launcher.write_text(f"#!{place}/.venv/bin/python\nfrom deepspeed.launcher.runner import main\nmain()\n")
+    launcher.chmod(0o755)
+    stamp = "requirements_key python3 requirements.txt >.venv/requirements.txt.stamp"
+    run(["bash", "-c", f"source scripts/setup_environment.sh; {stamp}"], place)
+
+
+@pytest.mark.slow
+def test_the_readme_runs_in_an_empty_directory(stock, tmp_path):
+    """From its clone on. The reader brings text and, instead of the hub, a directory of its model's name."""
+    page, project, place = ROOT / "README.md", tmp_path / "project", tmp_path / "empty"
+    project.mkdir()
+    place.mkdir()
+    copied_project(project)
+    for name in ("scripts", "configs"):
+        shutil.copytree(ROOT / name, project / name)
+    for file in ROOT.glob("requirements*.txt"):
+        shutil.copy(file, project)
+    change(project / "configs/medium.yaml", SMALL)
+    for git in ("init -q", "add --all", "-c user.name=a -c user.email=a@example.org commit -q -m project"):
+        run(["git", *git.split()], project)
+    for language, text in blocks(page):
+        if language == "python":
+            run_block(language, text, place)
+            continue
+        for line in text.splitlines():
+            if line.startswith("git clone"):
+                run_line(line.replace("REPOSITORY ", f"{project} ", 1), place)
+            elif line.startswith("cd "):
+                place = place / line.split()[1]
+                with_packages(place)
+                with_released_models(place)
+                shutil.copytree(stock / "corpus", place / "raw")
+                shutil.rmtree(place / "data", ignore_errors=True)
+            elif COMMAND.match(line) and (
+                row_of(page, line).where in (HERE, SLOW) or "quickstart.sh" in line
+            ):
+                run_line(line, place)
+    made = [
+        "quickstart/report.html",
+        "runs/medium/report.html",
+        "bert-continued/model.safetensors",
+        "runs/votes/results.json",
+    ]
+    assert [result for result in made if not (place / result).exists()] == []

@@ -112,7 +112,7 @@ def test_a_bug_that_proves_nothing_is_an_error(project, change, message):
 def test_one_bug_changes_its_row_alone(monkeypatch, tmp_path):
     """The rows keep the order of the bugs, each with the commit at which it ran."""
     first, second, third = PLANTS[:3]
-    monkeypatch.setattr(planted, "_commit", lambda: "new")
+    monkeypatch.setattr(planted, "commit_of_record", lambda: "new")
     monkeypatch.setattr(planted, "results_of", lambda plants: [planted.Result(plants[0], None, 1.0)])
     rows = {
         plant.name: planted.row(planted.Result(plant, "a.py::test_it", 1.0), "old")

@@ -35,7 +35,7 @@ def declared_in(folder: Path, package: str) -> Iterator[Declared]:
             lines_before = source.count("\n", 0, decorator.end())
             cls = _parsed(source[decorator.end() :], path, lines_before).body[0]
             if not isinstance(cls, ast.ClassDef):
-                raise ConfigError(f"{path}, line {lines_before + 1}: a class must follow @register.")
+                raise ConfigError(f"{path}:{lines_before + 1}: a class must follow @register.")
             yield _declared_by(cls, path, module, "")
 
 
@@ -53,7 +53,7 @@ def _parsed(text: str, path: Path, lines_before: int) -> ast.Module:
     except (SyntaxError, ValueError) as error:  # ValueError: a NUL
         line = lines_before + (getattr(error, "lineno", None) or 1)
         message = getattr(error, "msg", str(error))
-        raise ConfigError(f"{path}, line {line}: {message}; correct the file.") from None
+        raise ConfigError(f"{path}:{line}: {message}; correct the file.") from None
 
 
 def _declared_by(cls: ast.ClassDef, path: Path, module: str, package: str) -> Declared:

@@ -70,9 +70,7 @@ class Objectives(Mapping[str, "type[RowObjective]"]):
         try:
             return getattr(importlib.import_module(declared.module), declared.class_name)
         except SyntaxError as error:
-            raise ConfigError(
-                f"{error.filename}, line {error.lineno}: {error.msg}; correct the file."
-            ) from None
+            raise ConfigError(f"{error.filename}:{error.lineno}: {error.msg}; correct the file.") from None
         except Exception as error:
             if not declared.package:
                 raise

@@ -147,7 +147,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         if here.scheme == "https" and there.scheme != "https":
             raise urllib.error.URLError("it sends us to an address without encryption")
         if there.scheme not in ("http", "https"):
-            raise urllib.error.URLError("it sends us to an address that is not of the web")
+            raise urllib.error.URLError("it redirects to an address that is neither http nor https")
         new = super().redirect_request(req, fp, code, msg, headers, newurl)
         if new is not None and here[:2] == there[:2]:
             for name, value in req.unredirected_hdrs.items():

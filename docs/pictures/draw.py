@@ -118,8 +118,7 @@ def draw_layout(path: Path) -> None:
             f"half {tp + 1} of every matrix",
             f"half {tp + 1} of the {table}",
             f"samples of replica {dp + 1}",
-            f"ZeRO: half {dp + 1} of its",
-            "optimizer state",
+            f"ZeRO: optimizer state {dp + 1} of 2",
         ]
         for i, line in enumerate(lines):
             weight = "bold" if i == 0 else "normal"

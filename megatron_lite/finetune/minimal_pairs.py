@@ -204,7 +204,7 @@ def draw(path: Path, measured: Mapping[str, Scores]) -> None:
     from matplotlib import pyplot as plt
 
     names = sorted({name for scores in measured.values() for name in scores.phenomena()})
-    figure, axes = plt.subplots(figsize=(8, 1.5 + 0.4 * (len(names) + 1)), layout="constrained")
+    figure, axes = plt.subplots(figsize=(8, 1.8 + 0.4 * (len(names) + 1)), layout="constrained")
     height = 0.8 / len(measured)
     for number, (label, scores) in enumerate(measured.items()):
         groups = [*(scores.phenomena().get(name, []) for name in names), scores.paradigms]
@@ -217,18 +217,20 @@ def draw(path: Path, measured: Mapping[str, Scores]) -> None:
         )  # fmt: skip
     # The published means are those of all paradigms: other benchmarks, and parts of this one, are not comparable.
     is_blimp = all(len(scores.paradigms) == BLIMP_PARADIGMS for scores in measured.values())
-    for model, percent in PUBLISHED.items() if is_blimp else ():
-        axes.plot([percent] * 2, [len(names) - 0.5, len(names) + 0.9], "k--", linewidth=1)
+    for number, (model, percent) in enumerate(PUBLISHED.items() if is_blimp else ()):
+        low = len(names) + (1.0, 1.4)[number % 2]  # neighbours in two lines
+        axes.plot([percent] * 2, [len(names) - 0.5, low], "k--", linewidth=1)
         axes.annotate(
-            model, (percent, len(names) + 0.95), rotation=30, fontsize=7, va="top", annotation_clip=False
-        )
+            model, (percent, low), fontsize=7, ha="center", va="top", annotation_clip=False,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+        )  # fmt: skip
     axes.axvline(50, color="grey", linewidth=0.5)
     places = [row + 0.4 - height / 2 for row in range(len(names) + 1)]
-    axes.set_yticks(places, [*names, "all"], parse_math=False)
-    axes.invert_yaxis()
+    axes.set_yticks(places, [*(name.replace("_", " ") for name in names), "all"], parse_math=False)
+    axes.set_ylim(len(names) + 1.9, -0.6)
     axes.set_xlim(0, 100)
     axes.set_xlabel("pairs whose acceptable sentence has the higher score, percent")
-    for text in axes.legend(fontsize=7).get_texts():
+    for text in axes.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0)).get_texts():
         text.set_parse_math(False)
     write_picture(path, figure, "--plot")
     plt.close(figure)

@@ -32,7 +32,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     path = run / FILE
 
     def refuse(number: int) -> None:
-        raise DataError(f"{path}, line {number} is not a metrics record; remove the line.")
+        raise DataError(f"{path}:{number}: not a metrics record; remove the line.")
 
     try:
         records = {(record["kind"], record["step"]): record for record in valid_records(path, refuse)}

@@ -331,12 +331,10 @@ def own_texts(path: Path) -> Iterator[str]:
             elif line.strip():
                 text = parse_json_object(line).get("text")
                 if not isinstance(text, str):
-                    raise DataError(
-                        f"{path}, line {number}: text is {shown(text)}; each line needs a field text."
-                    )
+                    raise DataError(f"{path}:{number}: text is {shown(text)}; each line needs a field text.")
                 yield text
         except UnusableRecord as error:
-            raise DataError(f"{path}, line {number}: {error}; correct it.") from None
+            raise DataError(f"{path}:{number}: {error}; correct it.") from None
     yield "\n".join(lines).replace("\r", "\n")
 
 

@@ -216,19 +216,19 @@ def test_equal_scores_count_as_wrong_but_one_sentence_twice_as_right():
     ("text", "message"),
     [
         ('{"sentence_good": "a", "sentence_bad": "a"}\n' * 2, "in all 2 pairs"),
-        ('\n{"sentence_good": "a"}\n', r"line 2: there is no field sentence_bad \(fields: sentence_good\)"),
-        ('{"sentence_good": "a", "sentence_bad": null}\n', "line 1: sentence_bad is None"),
+        ('\n{"sentence_good": "a"}\n', r":2: there is no field sentence_bad \(fields: sentence_good\)"),
+        ('{"sentence_good": "a", "sentence_bad": null}\n', ":1: sentence_bad is None"),
         (
             '{"sentence_good": "a", "sentence_bad": "b", "linguistics_term": "a\\nb"}\n',
             r"linguistics_term is 'a\\nb'",
         ),
-        ('{"sentence_good": "a", "sentence_bad": "b", "UID": 3}\n', "line 1: UID is 3"),
+        ('{"sentence_good": "a", "sentence_bad": "b", "UID": 3}\n', ":1: UID is 3"),
         (
             '{"sentence_good": "a", "sentence_bad": "b", "UID": "p", "linguistics_term": "t"}\n'
             '{"sentence_good": "a", "sentence_bad": "b", "UID": "p"}\n',
-            "line 2: the paradigm p is of '' here, and of 't' in an earlier line",
+            ":2: the paradigm p is of '' here, and of 't' in an earlier line",
         ),
-        ("[1]\n", "line 1: "),
+        ("[1]\n", ":1: "),
         ("", "has no pair"),
     ],
 )

@@ -188,14 +188,14 @@ def test_bad_arguments_are_refused(tmp_path):
         ([], ConfigError, "one of them"),
         (["--text", "missing.txt"], ConfigError, "is not a file"),
         (["--text", str(tmp_path / "empty.txt"), "--max-words", "0"], ConfigError, "at least 1"),
-        (["--text", str(tmp_path / "bad.jsonl")], DataError, "bad.jsonl, line 1: the line holds an array"),
-        (["--text", str(tmp_path / "number.jsonl")], DataError, "number.jsonl, line 1: text is 1; each line"),
+        (["--text", str(tmp_path / "bad.jsonl")], DataError, "bad.jsonl:1: the line holds an array"),
+        (["--text", str(tmp_path / "number.jsonl")], DataError, "number.jsonl:1: text is 1; each line"),
         (
             ["--text", str(tmp_path / "surrogate.jsonl")],
             DataError,
-            "surrogate.jsonl, line 1: half of a surrogate",
+            "surrogate.jsonl:1: half of a surrogate",
         ),
-        (["--text", str(tmp_path / "latin.txt")], DataError, "latin.txt, line 1: invalid UTF-8: byte 0xe9"),
+        (["--text", str(tmp_path / "latin.txt")], DataError, "latin.txt:1: invalid UTF-8: byte 0xe9"),
         (["--text", str(tmp_path / "c.jsonl")], ConfigError, "--output .*c.jsonl is the file of --text"),
         (["--packages", str(tmp_path / "empty.txt")], DataError, "--packages .* is not a writable directory"),
         (["--text", str(tmp_path / "empty.txt")], DataError, "no English text"),
@@ -257,7 +257,7 @@ def test_bad_arguments_of_the_script_are_refused(arguments, tmp_path):
 def test_bad_pairs_are_refused_before_the_training(tmp_path):
     write(tmp_path / "pairs/one.jsonl", '{"good": "a dog runs", "bad": "a dog run"}\n')
     result = laptop("--blimp", str(tmp_path / "pairs"), str(tmp_path / "laptop"))
-    assert result.returncode != 0 and "one.jsonl, line 1: there is no field sentence_good" in result.stderr
+    assert result.returncode != 0 and "one.jsonl:1: there is no field sentence_good" in result.stderr
     assert not (tmp_path / "laptop/corpus.jsonl").exists() and "2/8" not in result.stdout
 
 

@@ -65,7 +65,7 @@ def test_environment_refuses_what_is_not_python() -> None:
     script = "source scripts/setup_environment.sh; PYTHON=/bin/false ensure_environment requirements.txt"
     result = bash("-c", script)
     assert result.returncode == 2
-    assert "not Python 3.11 or newer" in result.stderr
+    assert "not Python 3.11 to 3.13" in result.stderr
 
 
 @pytest.mark.slow

@@ -134,7 +134,7 @@ def test_metrics_errors(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no validation"):
         last_validation(tmp_path)
     write_metrics(tmp_path, {"step": 1})
-    with pytest.raises(DataError, match="line 1 is not a metrics record"):
+    with pytest.raises(DataError, match=":1: not a metrics record"):
         read_metrics(tmp_path)
 
 

@@ -18,7 +18,6 @@ import gc
 import math
 import os
 import platform
-import subprocess
 import sys
 import time
 import warnings
@@ -79,7 +78,7 @@ from support.parity_cases import (
     Case,
     matrix,
 )
-from support.project import ROOT
+from support.records import commit_of_record
 
 # The one process
 
@@ -355,19 +354,13 @@ def by_layout(cases: Iterable[Case]) -> dict[str, list[Case]]:
     return grouped
 
 
-def commit() -> str:
-    """Short hash of what is checked out, marked if files differ from it."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
-
-
 def hardware() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     return f"{models[0] if models else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
 
 
-def section(title: str, rows: list[list[Outcome]]) -> str:
+def section(title: str, rows: list[list[Outcome]], commit: str) -> str:
     """Markdown: where its cases ran, and one row per list of outcomes (all of one layout)."""
     import deepspeed
 
@@ -376,7 +369,7 @@ def section(title: str, rows: list[list[Outcome]]) -> str:
     lines = [
         f"## {title}",
         "",
-        f"{len(outcomes)} cases, {failed} beyond their tolerance. Commit {commit()}; {hardware()};",
+        f"{len(outcomes)} cases, {failed} beyond their tolerance. Commit {commit}; {hardware()};",
         f"torch {torch.__version__}, DeepSpeed {deepspeed.__version__}, gloo.",
         "",
         "| tensor x pipeline x data | cases | loss | gradient norm | gradients | weights | seconds |",
@@ -400,7 +393,7 @@ INTRODUCTION = """# Every layout against one process
 
 Written by `python tests/support/parity.py --output docs/records/parity.md`.
 `python -m pytest -m slow tests/train/test_parity.py` runs the
-same cases. With `--tables` the command runs only some tables; each has the commit and machine of its run.
+same cases. With `--tables` the command runs only some tables; each has commit, date and machine of its run.
 
 A case trains {steps} steps of AdamW or of its table's optimizer (weight decay 0.1, gradients clipped to norm {clip},
 learning rate {lr}) of {samples} samples with unequal numbers of loss tokens, two to four documents per row and
@@ -486,6 +479,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise ConfigError(f"--layouts {layout} is not known; choose from {', '.join(known)}.")
     if options.output is not None and not options.output.parent.is_dir():
         raise ConfigError(f"--output {options.output}: its directory does not exist; create it.")
+    commit = commit_of_record() if options.output else "of no record"
     results: dict[str, list[list[Outcome]]] = {}
     for title in options.tables or TABLES:
         for layout, chosen in by_layout(TABLES[title]).items():
@@ -499,7 +493,7 @@ def main(arguments: list[str] | None = None) -> int:
         for precision in TOLERANCES:
             if rows := grouped(outcomes, precision):
                 name = title if precision == "fp32" else f"{title}, {precision}"
-                sections[name] = section(name, rows)
+                sections[name] = section(name, rows, commit)
     text = page(sections)
     if options.output is None:
         print(text)

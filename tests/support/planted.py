@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data_utils.common.errors import ConfigError, run_command
 from support.plants import PLANTS, Plant
 from support.project import ROOT, copied_project
+from support.records import commit_of_record
 
 LIMIT_SECONDS = 900.0  # for the tests of one bug; tests with ranks have shorter limits
 _TREES = ("tests", "scripts", "configs", "benchmarks", "docs")
@@ -146,7 +147,8 @@ Written by `python tests/support/planted.py --output docs/records/planted_bugs.m
 
 Each bug is put alone into a copy of the project, as a replacement of a few words, and the tests that should catch it
 are run, also those of them that are marked slow: all pass without it, and one must fail with it.
-{caught} of {count} bugs are caught. A row has the commit and the time of its tests on a busy machine.
+{caught} of {count} bugs are caught. A row has the commit, its date, and the time of its tests on a busy machine; a row
+without a commit ran with files that nobody can check out any more, and waits for its next run.
 
 Some of these bugs were in releases or main branches of other projects, where they silently trained worse models;
 the column names the report. `tests/support/plants.py` has the exact text of each.
@@ -184,11 +186,6 @@ def page(rows: Mapping[str, str]) -> str:
     return "\n".join([introduction.rstrip("\n"), *head, *lines]) + "\n"
 
 
-def _commit() -> str:
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -205,7 +202,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.output is not None and not options.output.parent.is_dir():
         raise ConfigError(f"--output {options.output}: its directory does not exist; create it.")
     chosen = [known[name] for name in options.only] if options.only else PLANTS
-    commit, missed, rows = _commit(), 0, {}
+    commit, missed, rows = commit_of_record() if options.output else "", 0, {}
     if options.only and options.output is not None and options.output.exists():
         rows = rows_of(options.output.read_text(encoding="utf-8"))
     for result in results_of(chosen):

@@ -68,7 +68,7 @@ def test_an_objective_of_a_package_is_known_without_an_import(tmp_path, monkeypa
 
 
 BROKEN = {  # file, entry point -> what is said
-    "syntax": ("class Own(:\n", "x = {}.objective:Own", r"line 1: .*correct the file"),
+    "syntax": ("class Own(:\n", "x = {}.objective:Own", r":1: .*correct the file"),
     "no such class": (source("x", 50), "x = {}.objective:Other", "has no class Other"),
     "another name": (source("y", 50), "x = {}.objective:Own", "class has the name 'y'"),
     "a number of ours": (source("x", 47), "x = {}.objective:Own", r"numbers \[47\]; .* from 48 to 63"),
@@ -150,7 +150,7 @@ def test_ranks_compare_the_versions_of_packages(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("\n\n@register  # comment\nclass Own(RowObjective)\n    pass\n", r"own.py, line 4: "),
+        ("\n\n@register  # comment\nclass Own(RowObjective)\n    pass\n", r"own.py:4: "),
         pytest.param(
             source("own", 3), "the losses causal (3) and own (3) have the same number", marks=pytest.mark.slow
         ),
