@@ -183,7 +183,7 @@ def reads_both_ways(system: str | None, name: str) -> bool:
 def text_form(tree: Mapping[str, Any], system: str | None) -> str:
     """How a run reads one text, a form of the objective contrastive: as its other objective, or its system's, does."""
     others = [name for name in tree["objectives"] if name != "contrastive"]
-    name = others[0] if others else usual_objective(system)
+    name = others[0] if others else default_objective(system)
     if name not in ("causal", "fill_in_middle"):
         return _TEXT_FORMS.get(name, "bert")
     section = tree.get(name)
