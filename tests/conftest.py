@@ -37,7 +37,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the files of every kind of tokenizer, each in a directory."""
-    from support.tokenizer_files import write_all
+    from support.data.tokenizer_files import write_all
 
     root = tmp_path_factory.mktemp("tokenizers")
     write_all(root)
@@ -142,7 +142,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 @pytest.fixture
 def emulated_kernel(monkeypatch):
     """Lets a VarlenPlan run on CPU."""
-    from support.attention import EmulatedKernel
+    from support.transformer.attention import EmulatedKernel
 
     monkeypatch.setattr(
         "megatron_lite.transformer.attention_backends.varlen.varlen_kernel", lambda dtype: EmulatedKernel

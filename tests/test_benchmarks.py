@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.attention import attend
 from support.commands import forked
 from support.project import ROOT
+from support.transformer.attention import attend
 
 from benchmarks import (
     attention,

@@ -26,13 +26,13 @@ import pytest
 import yaml
 import zstandard
 from pyarrow import parquet
+from support.data.tokenizer_files import byte_bpe_json
 from support.distributed import run_ranks
-from support.plants import PLANTS
+from support.hf.published_files import write_released
+from support.plants.plants import PLANTS
 from support.project import PAGES, ROOT, copied_project, small_run
-from support.published_files import write_released
-from support.report_runs import fit_and_fill, interrupted
 from support.selection import slow_but
-from support.tokenizer_files import byte_bpe_json
+from support.training.report_runs import fit_and_fill, interrupted
 
 from data_utils.common.settings import merge
 from data_utils.tokenizers.special_tokens import SPECIAL_NAMES

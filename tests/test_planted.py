@@ -7,7 +7,7 @@ import re
 
 import pytest
 from support import planted
-from support.plants import PLANTS, Plant
+from support.plants.plants import PLANTS, Plant
 from support.project import ROOT
 from support.selection import slow_but
 

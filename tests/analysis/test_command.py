@@ -9,8 +9,8 @@ import torch
 from support.commands import assert_refused, forked
 from support.distributed import run_ranks
 from support.project import small_run
-from support.tasks import write_task
-from support.training import fit, records
+from support.tasks.tasks import write_task
+from support.training.training import fit, records
 
 from data_utils.common.settings import merge
 from megatron_lite.analysis.head_scores import write_pruned

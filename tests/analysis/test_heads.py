@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support.batches import prefix_batch
+from support.transformer.batches import prefix_batch
 
 from megatron_lite.analysis import heads as measures
 from megatron_lite.analysis.heads import Examples, Head

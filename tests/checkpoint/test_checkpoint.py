@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from support.distributed import run_ranks
-from support.engines import expected, fill, layout, make_engine, placed, run_layout, tree
-from support.whole_weights import load_weights
+from support.training.engines import expected, fill, layout, make_engine, placed, run_layout, tree
+from support.training.whole_weights import load_weights
 
 from data_utils.common.errors import CheckpointError
 from megatron_lite.checkpoint import tensor_files

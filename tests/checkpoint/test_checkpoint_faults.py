@@ -13,7 +13,7 @@ import torch
 from support.crash_shim import Disk, record_and_kill
 from support.distributed import run_ranks, start_ranks
 from support.selection import slow_but
-from support.stub_engine import StubEngine, whole_state_is
+from support.training.stub_engine import StubEngine, whole_state_is
 from support.waiting import random_delay, wait_until
 
 from data_utils.common.errors import CheckpointError

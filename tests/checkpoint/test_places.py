@@ -7,7 +7,7 @@ import sys
 import pytest
 from support.commands import assert_refused, forked
 from support.selection import slow_but
-from support.stub_engine import StubEngine
+from support.training.stub_engine import StubEngine
 
 from data_utils.common.errors import CheckpointError
 from megatron_lite.checkpoint.read import find_checkpoint

@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from support.batches import prefix_batch
 from support.distributed import run_ranks
-from support.engines import SAMPLES, expected, fill, layout, make_engine, placed, run_layout, tree
-from support.whole_weights import compare_steps, compare_weights, placed_weights
+from support.training.engines import SAMPLES, expected, fill, layout, make_engine, placed, run_layout, tree
+from support.training.whole_weights import compare_steps, compare_weights, placed_weights
+from support.transformer.batches import prefix_batch
 
 from data_utils.common.batch_fields import WEIGHTS
 from data_utils.common.settings import build

@@ -6,10 +6,10 @@ import threading
 
 import pytest
 import torch
-from support.batches import prefix_batch
 from support.distributed import run_ranks
-from support.engines import SAMPLES, layout, make_engine, run_layout
-from support.stub_engine import StubEngine, whole_state_is
+from support.training.engines import SAMPLES, layout, make_engine, run_layout
+from support.training.stub_engine import StubEngine, whole_state_is
+from support.transformer.batches import prefix_batch
 from support.waiting import wait_until
 
 from data_utils.common.errors import CheckpointError

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from support.latent import latent_config, latent_tree
+from support.systems.latent import latent_config, latent_tree
 
 from data_utils.common.errors import ConfigError
 from data_utils.common.settings import build

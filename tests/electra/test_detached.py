@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from support.electra import DETACHED, batch_of, electra_config
-from support.own_models import NO_DROPOUT
+from support.hf.own_models import NO_DROPOUT
+from support.systems.electra import DETACHED, batch_of, electra_config
 from torch.func import functional_call
 
 from data_utils.common.batch_fields import DOC, TARGETS, TOKENS

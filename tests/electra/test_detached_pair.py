@@ -6,10 +6,10 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support import own_models
 from support.distributed import run_ranks
-from support.published import random_model
-from support.published_tokenizers import write_files
+from support.hf import own_models
+from support.hf.published import random_model
+from support.hf.published_tokenizers import write_files
 
 from data_utils.common.errors import CheckpointError
 from data_utils.common.setting_files import load_yaml

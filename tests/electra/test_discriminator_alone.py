@@ -3,9 +3,9 @@
 import pytest
 import torch
 from support.distributed import run_ranks
-from support.electra import TREE
-from support.tasks import write_task, write_vocabulary
-from support.whole_weights import load_weights
+from support.systems.electra import TREE
+from support.tasks.tasks import write_task, write_vocabulary
+from support.training.whole_weights import load_weights
 
 from data_utils.common.errors import ConfigError
 from data_utils.common.settings import build, merge

@@ -6,11 +6,11 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from support.data.tokenizer_files import bert_vocab, write_bert
 from support.distributed import run_ranks
-from support.electra import electra_config, their_pair
-from support.engines import layout
-from support.published_files import edit
-from support.tokenizer_files import bert_vocab, write_bert
+from support.hf.published_files import edit
+from support.systems.electra import electra_config, their_pair
+from support.training.engines import layout
 
 from data_utils.common.errors import CheckpointError, ConfigError
 from data_utils.common.setting_files import load_yaml

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.electra import batch_of, electra_config, ours_like, their_names, their_pair
-from support.own_models import NO_DROPOUT
+from support.hf.own_models import NO_DROPOUT
+from support.systems.electra import batch_of, electra_config, ours_like, their_names, their_pair
 
 from data_utils.common.batch_fields import (
     DOC,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from support.chi_square import chi_square, chi_square_limit
+from support.data.chi_square import chi_square, chi_square_limit
 from support.distributed import run_ranks
 
 from data_utils.common.settings import build

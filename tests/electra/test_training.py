@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from support import own_models
 from support.distributed import run_ranks
-from support.electra import CASES, TREE, electra_config, make_task_batch, rows_of
+from support.hf import own_models
 from support.parity import outcomes_of
+from support.systems.electra import CASES, TREE, electra_config, make_task_batch, rows_of
 
 from data_utils.common.errors import ConfigError
 from data_utils.common.settings import build, merge

@@ -10,7 +10,7 @@ import pytest
 import torch
 from pyarrow import parquet
 from support.commands import assert_refused, forked
-from support.hf_runs import tree, write_run, write_vocabulary
+from support.hf.hf_runs import tree, write_run, write_vocabulary
 
 from data_utils.common.errors import DataError
 from data_utils.tasks.readers.similarity import read_scored_pairs

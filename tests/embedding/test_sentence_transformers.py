@@ -6,8 +6,8 @@ import json
 
 import numpy as np
 import pytest
-from support.embeddings import TEXTS, encoded, released_directory, write, write_sentence_transformers
-from support.hf_runs import tree, write_run, write_vocabulary
+from support.hf.hf_runs import tree, write_run, write_vocabulary
+from support.systems.embeddings import TEXTS, encoded, released_directory, write, write_sentence_transformers
 
 from data_utils.common.errors import CheckpointError
 from data_utils.common.settings import merge

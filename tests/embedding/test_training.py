@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.data.text_pairs import random_records, write_text_pairs
 from support.distributed import run_ranks
-from support.embeddings import write_sentence_transformers
-from support.hf_runs import tree, write_run, write_vocabulary
+from support.hf.hf_runs import tree, write_run, write_vocabulary
 from support.project import small_run
-from support.text_pairs import random_records, write_text_pairs
-from support.training import fit, make_trainer, records
+from support.systems.embeddings import write_sentence_transformers
+from support.training.training import fit, make_trainer, records
 
 from data_utils.common.settings import build, merge
 from data_utils.tokenizers.tokenizer_readers import TokenizerConfig

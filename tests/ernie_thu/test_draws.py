@@ -1,8 +1,8 @@
 """Entities that the model reads: shares of replaced and removed ones, drawn by the sample alone; and their places."""
 
 import numpy as np
-from support.entity_models import COUNT, NOISE, RandomVectors, batch_of, rows_of
-from support.recipes import make, text_of
+from support.data.recipes import make, text_of
+from support.systems.entity_models import COUNT, NOISE, RandomVectors, batch_of, rows_of
 
 from data_utils.common.batch_fields import BLOCK_POSITION_IDS, DOC, FIELDS, TARGETS, TOKENS, WEIGHTS
 from data_utils.loader.loader import collate

@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.commands import assert_refused, forked
-from support.entity_models import RandomVectors, batch_of
-from support.entity_reference import reference_losses
-from support.ernie_thu import ErnieThu
-from support.own_models import weights_of
-from support.tokenizer_files import bert_vocab
+from support.data.tokenizer_files import bert_vocab
+from support.hf.own_models import weights_of
+from support.systems.entity_models import RandomVectors, batch_of
+from support.systems.entity_reference import reference_losses
+from support.systems.ernie_thu import ErnieThu
 
 from data_utils.common.errors import CheckpointError, ConfigError, UserError
 from data_utils.common.losses import ENTITIES

@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from support.entity_models import RandomVectors, batch_of, entity_config
-from support.entity_reference import Reference, reference_losses
-from support.own_models import NO_DROPOUT
+from support.hf.own_models import NO_DROPOUT
 from support.project import ROOT
+from support.systems.entity_models import RandomVectors, batch_of, entity_config
+from support.systems.entity_reference import Reference, reference_losses
 
 from data_utils.common.losses import ENTITIES, NEXT_SENTENCE_LOSS
 from data_utils.objectives import LOSSES

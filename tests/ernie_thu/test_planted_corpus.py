@@ -14,8 +14,8 @@ import torch
 import yaml
 from support.commands import forked
 from support.distributed import run_ranks
-from support.own_models import weights_of
-from support.training import fit, make_trainer
+from support.hf.own_models import weights_of
+from support.training.training import fit, make_trainer
 
 from data_utils.build.config import BuildConfig
 from data_utils.build.corpus import build_corpus

@@ -7,10 +7,10 @@ import pytest
 import torch
 from support.commands import forked
 from support.distributed import run_ranks
-from support.entity_reference import Reference
-from support.mention_tasks import SIZE, WORDS, write_task
-from support.own_models import check_same_run, weights_of
-from support.tasks import task_of
+from support.hf.own_models import check_same_run, weights_of
+from support.systems.entity_reference import Reference
+from support.tasks.mention_tasks import SIZE, WORDS, write_task
+from support.tasks.tasks import task_of
 
 from data_utils.common.batch_fields import BLOCK_POSITION_IDS, DOC, POSITION_IDS, SEGMENT_IDS, TOKENS
 from data_utils.common.errors import ConfigError, DataError, UserError

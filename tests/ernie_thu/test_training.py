@@ -1,10 +1,10 @@
 """Training with entities: every layout against one process, restart, what is refused."""
 
 import pytest
-from support import own_models
 from support.distributed import run_ranks
-from support.entity_models import CASES, TREE, entity_config, make_task_batch, rows_of
+from support.hf import own_models
 from support.parity import outcomes_of
+from support.systems.entity_models import CASES, TREE, entity_config, make_task_batch, rows_of
 
 from data_utils.common.errors import ConfigError
 from data_utils.common.settings import build

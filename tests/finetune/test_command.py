@@ -12,9 +12,9 @@ import pytest
 import yaml
 from support.commands import assert_refused, forked
 from support.distributed import free_port
+from support.hf.published import random_model
 from support.project import ROOT
-from support.published import random_model
-from support.tasks import WORDS, write_lines, write_task
+from support.tasks.tasks import WORDS, write_lines, write_task
 
 from data_utils.common.settings import build
 from data_utils.tasks.config import TaskConfig

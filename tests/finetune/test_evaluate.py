@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.commands import assert_refused, forked
 from support.distributed import run_ranks
-from support.tasks import votes, write_lines, write_task
-from support.training import fit, records
+from support.tasks.tasks import votes, write_lines, write_task
+from support.training.training import fit, records
 
 from data_utils.common.settings import merge
 from megatron_lite.config.sections import ParallelConfig

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from support.tasks import task_of, votes, write_lines, write_task
+from support.tasks.tasks import task_of, votes, write_lines, write_task
 
 from megatron_lite.finetune import evaluation as module
 from megatron_lite.finetune.evaluation import Evaluation, EvaluationResult, Model

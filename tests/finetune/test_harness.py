@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from support.decoder_rows import next_logits
-from support.harness_runs import harness_run
+from support.tasks.harness_runs import harness_run
+from support.transformer.decoder_rows import next_logits
 
 from data_utils.common.batch_fields import DOC, FIELDS, ORD, POSITION_IDS, TOKENS, WEIGHTS
 from data_utils.common.errors import ConfigError, DataError

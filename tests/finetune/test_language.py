@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from support.distributed import run_ranks
-from support.tasks import task_of, write_task
-from support.whole_weights import load_weights
+from support.tasks.tasks import task_of, write_task
+from support.training.whole_weights import load_weights
 
 from data_utils.common.errors import ConfigError
 from data_utils.objectives import LOSS_NAMES

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 from support.distributed import run_ranks
-from support.optimus_runs import write_run
-from support.tasks import votes, write_task, write_vocabulary
-from support.whole_weights import load_weights
+from support.systems.optimus_runs import write_run
+from support.tasks.tasks import votes, write_task, write_vocabulary
+from support.training.whole_weights import load_weights
 
 from data_utils.common.errors import ConfigError
 from data_utils.common.settings import merge

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from support.hf_runs import tree as tree_of
-from support.hf_runs import write_run, write_vocabulary
+from support.data.tokenizer_files import BYTE_SYMBOLS, write_gpt2
+from support.hf.hf_runs import tree as tree_of
+from support.hf.hf_runs import write_run, write_vocabulary
+from support.hf.published import random_model
 from support.project import ROOT
-from support.published import random_model
-from support.tasks import write_lines
-from support.tokenizer_files import BYTE_SYMBOLS, write_gpt2
+from support.tasks.tasks import write_lines
 
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.common.settings import merge
@@ -265,7 +265,7 @@ def test_minimal_pairs_have_the_accuracy_of_lm_evals_own_model(tmp_path):
     """A task in the words of lm_eval's blimp, on its model of transformers and here: every digit of every score."""
     import lm_eval.models.huggingface  # noqa: F401  registers its model
     from lm_eval import simple_evaluate
-    from support.published_files import write_directory
+    from support.hf.published_files import write_directory
 
     from megatron_lite.finetune.lm_eval_model import LocalTasks
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import sacrebleu
 import torch
-from support.task_inputs import renderer
-from support.tasks import task_of, write_lines, write_task
+from support.tasks.task_inputs import renderer
+from support.tasks.tasks import task_of, write_lines, write_task
 
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.tasks.base import TaskRecord

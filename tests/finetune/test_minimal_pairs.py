@@ -10,9 +10,9 @@ import pytest
 import torch
 import transformers
 from support.commands import forked
-from support.harness_runs import harness_run
-from support.published_files import write_directory
-from support.tokenizer_files import bert_vocab, write_bert
+from support.data.tokenizer_files import bert_vocab, write_bert
+from support.hf.published_files import write_directory
+from support.tasks.harness_runs import harness_run
 
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.tasks.readers.minimal_pairs import read_minimal_pairs

@@ -5,8 +5,8 @@ import pytest
 import torch
 from support.distributed import run_ranks
 from support.selection import slow_but
-from support.tasks import task_of, write_task
-from support.whole_weights import load_weights
+from support.tasks.tasks import task_of, write_task
+from support.training.whole_weights import load_weights
 
 from data_utils.common.errors import CheckpointError, ConfigError
 from megatron_lite.checkpoint.manifest import list_checkpoints

@@ -11,8 +11,8 @@ import pytest
 import torch
 from support.commands import assert_refused, forked
 from support.distributed import run_ranks
-from support.tasks import task_of, votes, write_lines, write_task
-from support.whole_weights import load_weights
+from support.tasks.tasks import task_of, votes, write_lines, write_task
+from support.training.whole_weights import load_weights
 
 from data_utils.common.errors import CheckpointError, ConfigError, ExitStatus
 from data_utils.common.settings import build, merge, parse_override

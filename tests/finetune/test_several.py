@@ -11,9 +11,9 @@ import pytest
 import torch
 import yaml
 from support.distributed import run_ranks
-from support.synthetic_tasks import MORE
-from support.tasks import votes, write_lines, write_task
-from support.whole_weights import load_weights
+from support.tasks.synthetic_tasks import MORE
+from support.tasks.tasks import votes, write_lines, write_task
+from support.training.whole_weights import load_weights
 
 from data_utils.common.errors import CheckpointError, ConfigError
 from data_utils.common.settings import merge

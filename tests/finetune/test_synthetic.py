@@ -9,7 +9,7 @@ import math
 import pytest
 import yaml
 from support.distributed import run_ranks
-from support.synthetic_tasks import MORE
+from support.tasks.synthetic_tasks import MORE
 
 from data_utils.common.settings import merge
 from data_utils.tasks.readers.synthetic import optimum, synthetic_vocabulary

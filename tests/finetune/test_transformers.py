@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 import transformers
 import yaml
-from support.class_tuning import classification_loss, initial_head, tuned_losses
+from support.data.tokenizer_files import write_bert
 from support.distributed import run_ranks
-from support.published import random_model
-from support.tasks import write_lines
-from support.tokenizer_files import write_bert
+from support.hf.class_tuning import classification_loss, initial_head, tuned_losses
+from support.hf.published import random_model
+from support.tasks.tasks import write_lines
 
 from data_utils.common.batch_fields import TARGETS, TOKENS, WEIGHTS
 from data_utils.common.settings import merge
@@ -45,7 +45,7 @@ OBJECTIVES = {
     **{name: {"objectives": {"masked_lm": 1}} for name in ("bert", "modernbert", "electra", "deberta-v2")},
     "t5": {"objectives": {"t5": 1}, "t5": {"sentinel_first": 399}},
 }
-# The case of support/published.py with its sizes, and the class that was pretrained.
+# The case of support/hf/published.py with its sizes, and the class that was pretrained.
 CLASSES = {
     "bert": ("bert", None), "modernbert": ("modernbert", None),
     "electra": ("electra_generator", "ElectraForPreTraining"), "deberta-v2": ("deberta_v3", None),

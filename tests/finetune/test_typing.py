@@ -7,9 +7,9 @@ import pytest
 import torch
 from support.commands import assert_refused, forked
 from support.distributed import run_ranks
-from support.mention_tasks import RELATIONS, TYPES, write_task
-from support.own_models import weights_of
-from support.tasks import task_of
+from support.hf.own_models import weights_of
+from support.tasks.mention_tasks import RELATIONS, TYPES, write_task
+from support.tasks.tasks import task_of
 
 from data_utils.common.errors import ConfigError
 from data_utils.tasks.metrics.metrics import loose_micro_f1

@@ -15,9 +15,9 @@ import torch
 import yaml
 from support import gpu_checks, gpus, parity
 from support.commands import pretrain
+from support.data.recipes import RECIPES
 from support.distributed import run_ranks
 from support.gpu_checks import GpuCase
-from support.recipes import RECIPES
 
 from data_utils.common.settings import merge
 from data_utils.objectives import OBJECTIVES

@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from support.hf_runs import tree, write_run, write_vocabulary
+from support.hf.hf_runs import tree, write_run, write_vocabulary
 
 from megatron_lite.hf.export import ExportOptions, export_run
 

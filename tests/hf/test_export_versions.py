@@ -8,9 +8,9 @@ from importlib.util import module_from_spec, spec_from_file_location
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.hf_runs import tree, write_run
-from support.published import random_model
-from support.published_files import OBJECTIVE, TREE, edit, write_directory, write_tokenizer
+from support.hf.hf_runs import tree, write_run
+from support.hf.published import random_model
+from support.hf.published_files import OBJECTIVE, TREE, edit, write_directory, write_tokenizer
 from support.selection import slow_but
 from transformers.modeling_outputs import BaseModelOutputWithPast
 

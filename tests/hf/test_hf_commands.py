@@ -4,8 +4,8 @@ import sys
 
 import pytest
 import yaml
-from support.hf_directories import write_model_parallel
-from support.hf_runs import tree
+from support.hf.hf_directories import write_model_parallel
+from support.hf.hf_runs import tree
 
 from data_utils.common.errors import CheckpointError, ConfigError, UserError
 from megatron_lite.inference.open_run import load_run

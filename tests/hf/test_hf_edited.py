@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import transformers
-from support.edited_configs import edits
-from support.published import CASES, write_random
+from support.hf.edited_configs import edits
+from support.hf.published import CASES, write_random
 
 from data_utils.common.errors import CheckpointError, UserError
 from megatron_lite.hf.formats import format_of_directory

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.distributed import run_ranks
-from support.engines import layout, placed
-from support.hf_runs import make_config, make_model, settings_of, tree, without_padding, write_run
+from support.hf.hf_runs import make_config, make_model, settings_of, tree, without_padding, write_run
 from support.project import ROOT
+from support.training.engines import layout, placed
 
 from data_utils.common.errors import CheckpointError, ConfigError, DataError
 from data_utils.common.settings import merge
@@ -251,7 +251,7 @@ import resource, sys
 from pathlib import Path
 import torch
 sys.path[:0] = [{root!r}, {tests!r}]
-from support.hf_runs import settings_of, tree, make_config
+from support.hf.hf_runs import settings_of, tree, make_config
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.common.imported_run import write_training_checkpoint

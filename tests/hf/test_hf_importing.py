@@ -6,11 +6,11 @@ import pytest
 import torch
 import yaml
 from support.distributed import run_ranks
-from support.engines import layout, placed
-from support.hf_directories import assert_same_weights, weights_of
-from support.hf_runs import make_config, settings_of, write_run
-from support.training import fit
-from support.whole_weights import load_weights
+from support.hf.hf_directories import assert_same_weights, weights_of
+from support.hf.hf_runs import make_config, settings_of, write_run
+from support.training.engines import layout, placed
+from support.training.training import fit
+from support.training.whole_weights import load_weights
 
 from data_utils.common.settings import merge
 from megatron_lite.checkpoint.manifest import list_checkpoints

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.batches import prefix_batch
-from support.hf_runs import make_config, make_model, tree, write_vocabulary
+from support.hf.hf_runs import make_config, make_model, tree, write_vocabulary
+from support.transformer.batches import prefix_batch
 
 from data_utils.common.batch_fields import BLOCK_POSITION_IDS, DOC, GRP, ORD, POSITION_IDS, TOKENS
 from data_utils.tokenizers.tokenizer import load_tokenizer

@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 from support.commands import forked
-from support.hf_runs import make_config, tree, write_run
+from support.hf.hf_runs import make_config, tree, write_run
 from transformers import pipeline
 
 from data_utils.common.errors import CheckpointError

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.hf_runs import tree, write_run, write_vocabulary
+from support.hf.hf_runs import tree, write_run, write_vocabulary
 from support.project import ROOT
 
 from megatron_lite.hf.export import ExportOptions, export_run

@@ -7,9 +7,9 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from support.optimus_runs import write_run
-from support.tokenizer_files import byte_bpe_json
-from support.whole_weights import load_weights
+from support.data.tokenizer_files import byte_bpe_json
+from support.systems.optimus_runs import write_run
+from support.training.whole_weights import load_weights
 
 from data_utils.common.errors import CheckpointError, ConfigError
 from megatron_lite.checkpoint.verify import find_manifest

@@ -2,7 +2,7 @@
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from support.hf_runs import tree, write_run, write_vocabulary
+from support.hf.hf_runs import tree, write_run, write_vocabulary
 
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.glm.modeling_glm import GLMForBlankInfilling, GLMForSequenceClassification

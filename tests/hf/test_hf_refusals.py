@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.hf_directories import repack, write_model_parallel
-from support.hf_runs import tree
+from support.hf.hf_directories import repack, write_model_parallel
+from support.hf.hf_runs import tree
 
 from data_utils.common.errors import CheckpointError, ConfigError, DataError
 from data_utils.common.settings import build, merge, parse_override

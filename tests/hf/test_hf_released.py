@@ -5,8 +5,8 @@ import zipfile
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.hf_directories import assert_same_weights, repack, weights_of, write_model_parallel
-from support.hf_runs import tree
+from support.hf.hf_directories import assert_same_weights, repack, weights_of, write_model_parallel
+from support.hf.hf_runs import tree
 
 from data_utils.common.errors import CheckpointError
 from data_utils.common.settings import merge

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.distributed import run_ranks
-from support.optimus_runs import GPT2_NAMES, optimus_tree
-from support.published import random_model
+from support.hf.published import random_model
+from support.systems.optimus_runs import GPT2_NAMES, optimus_tree
 
 from data_utils.common.errors import CheckpointError
 from data_utils.common.setting_files import load_yaml

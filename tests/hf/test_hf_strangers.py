@@ -6,8 +6,8 @@ import logging
 import shutil
 
 import pytest
-from support.optimus_runs import write_run as write_optimus
-from support.tokenizer_files import byte_bpe_json
+from support.data.tokenizer_files import byte_bpe_json
+from support.systems.optimus_runs import write_run as write_optimus
 
 from data_utils.common.errors import CheckpointError
 from data_utils.common.settings import build, keys_of, section_in, setting_names, to_tree

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.tokenizer_files import KIND_OF
+from support.data.tokenizer_files import KIND_OF
 from transformers import AutoTokenizer, tokenization_utils_base
 
 from data_utils.tasks.base import TaskRecord

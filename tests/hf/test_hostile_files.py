@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.commands import forked
-from support.published_files import edit, write_directory
+from support.hf.published_files import edit, write_directory
 
 from data_utils.common.errors import CheckpointError
 from megatron_lite.hf.importing import import_directory

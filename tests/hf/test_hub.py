@@ -10,9 +10,9 @@ import yaml
 from huggingface_hub import constants
 from safetensors.torch import save
 from support.commands import assert_refused, forked, python
-from support.hub import Hub
-from support.published_files import write_released
-from support.tokenizer_files import bert_vocab, write_bert
+from support.data.tokenizer_files import bert_vocab, write_bert
+from support.hf.hub import Hub
+from support.hf.published_files import write_released
 
 from data_utils.common.errors import DataError
 from data_utils.common.hub import HubName, fetch, hub_name

@@ -8,11 +8,11 @@ import pytest
 import transformers
 import yaml
 from support.commands import forked
+from support.data.tokenizer_files import byte_bpe_json
+from support.hf.published import random_model
+from support.hf.published_files import write_directory, write_released
+from support.hf.published_tokenizers import SCRIPTS
 from support.project import ROOT
-from support.published import random_model
-from support.published_files import write_directory, write_released
-from support.published_tokenizers import SCRIPTS
-from support.tokenizer_files import byte_bpe_json
 
 from data_utils.common.setting_files import load_yaml
 from data_utils.dataset.indexed_dataset import IndexedDataset

@@ -19,16 +19,16 @@ from peft import (
     get_peft_model_state_dict,
 )
 from safetensors.torch import load_file, save_file
-from support.class_losses import class_loss, trained_losses
-from support.class_training import CASES, LR, TREE, batches_of, write_directory
 from support.commands import assert_refused, forked
+from support.data.tokenizer_files import write_bert
 from support.distributed import run_ranks
-from support.hf_runs import WORDPIECE, write_run
-from support.hf_runs import tree as glm_tree
-from support.published import random_model
-from support.tasks import WORDS, write_task
-from support.tokenizer_files import write_bert
-from support.whole_weights import load_weights
+from support.hf.class_losses import class_loss, trained_losses
+from support.hf.class_training import CASES, LR, TREE, batches_of, write_directory
+from support.hf.hf_runs import WORDPIECE, write_run
+from support.hf.hf_runs import tree as glm_tree
+from support.hf.published import random_model
+from support.tasks.tasks import WORDS, write_task
+from support.training.whole_weights import load_weights
 from transformers import BertForSequenceClassification, ElectraForSequenceClassification
 
 from data_utils.common.batch_fields import WEIGHTS

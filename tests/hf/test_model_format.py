@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.hf_runs import tree, write_run
-from support.whole_weights import load_weights
+from support.hf.hf_runs import tree, write_run
+from support.training.whole_weights import load_weights
 
 from data_utils.common.errors import CheckpointError
 from data_utils.common.settings import build

@@ -10,8 +10,8 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from support import published_tokenizers
-from support.tokenizer_files import CORPUS, KIND_OF
+from support.data.tokenizer_files import CORPUS, KIND_OF
+from support.hf import published_tokenizers
 from transformers import AutoTokenizer
 
 from data_utils.objectives import OBJECTIVES, ObjectiveChoice

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import every_export, package_index
+from support import package_index
+from support.hf import every_export
 from support.project import ROOT
 
 FOLDERS = ROOT / "build/transformers"

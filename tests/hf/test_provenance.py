@@ -6,7 +6,7 @@ import json
 import shutil
 
 import torch
-from support.published_files import write_directory
+from support.hf.published_files import write_directory
 
 from data_utils.common.setting_files import load_yaml
 from data_utils.common.settings import build, merge

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from support.published import CASES, as_in_files, write_random, xlnet_logits
-from support.recipes import collate, make, text_of, windows
+from support.data.recipes import collate, make, text_of, windows
+from support.hf.published import CASES, as_in_files, write_random, xlnet_logits
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from data_utils.common.batch_fields import (

@@ -6,9 +6,9 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.published import random_model
-from support.published_files import OBJECTIVE, TREE, edit, write_directory
-from support.tokenizer_files import bert_vocab, write_bert
+from support.data.tokenizer_files import bert_vocab, write_bert
+from support.hf.published import random_model
+from support.hf.published_files import OBJECTIVE, TREE, edit, write_directory
 
 from data_utils.common.errors import CheckpointError, ConfigError
 from data_utils.common.settings import build, merge

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import transformers
-from support.published import CASES, random_model
-from support.tokenizer_files import bert_vocab, write_bert
+from support.data.tokenizer_files import bert_vocab, write_bert
+from support.hf.published import CASES, random_model
 
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.hf.export import ExportOptions, export_run

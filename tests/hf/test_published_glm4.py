@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.blank_infilling import MIXED, SPECIAL, objective
-from support.published import random_model, write_random
-from support.recipes import collate, windows
+from support.data.blank_infilling import MIXED, SPECIAL, objective
+from support.data.recipes import collate, windows
+from support.hf.published import random_model, write_random
 
 from data_utils.common.batch_fields import BLOCK_POSITION_IDS, DOC, PADDING_DOC, POSITION_IDS, TOKENS
 from data_utils.common.errors import CheckpointError

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.hf_runs import tree, write_run, write_vocabulary
-from support.published import random_model
-from support.published_files import write_tokenizer
+from support.hf.hf_runs import tree, write_run, write_vocabulary
+from support.hf.published import random_model
+from support.hf.published_files import write_tokenizer
 
 from data_utils.common.errors import CheckpointError, ConfigError
 from data_utils.common.settings import build, merge

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.published import random_model, xlnet_inputs
-from support.recipes import collate, make, text_of
+from support.data.recipes import collate, make, text_of
+from support.hf.published import random_model, xlnet_inputs
 
 from data_utils.common.batch_fields import (
     BLOCK_POSITION_IDS,

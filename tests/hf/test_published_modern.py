@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.published import random_model, write_random
+from support.hf.published import random_model, write_random
 
 from data_utils.common.batch_fields import DOC, ORD, PADDING_DOC, POSITION_IDS, TOKENS
 from data_utils.common.errors import CheckpointError

@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.neobert import NeoBERTLMHead
-from support.published import random_model
-from support.published_files import TREE, edit
-from support.tokenizer_files import bert_vocab, write_bert
+from support.data.tokenizer_files import bert_vocab, write_bert
+from support.hf.neobert import NeoBERTLMHead
+from support.hf.published import random_model
+from support.hf.published_files import TREE, edit
 
 from data_utils.common.errors import CheckpointError
 from data_utils.common.settings import build

@@ -6,9 +6,9 @@ import logging
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.published import random_model
-from support.published_files import OBJECTIVE, TREE, edit, tensors_once, write_tokenizer
-from support.released_facts import RELEASED, write_released
+from support.hf.published import random_model
+from support.hf.published_files import OBJECTIVE, TREE, edit, tensors_once, write_tokenizer
+from support.hf.released_facts import RELEASED, write_released
 from support.selection import slow_but
 
 from data_utils.common.errors import CheckpointError, ConfigError

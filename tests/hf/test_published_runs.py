@@ -7,8 +7,7 @@ import pytest
 import transformers
 from safetensors.torch import load_file, save_file
 from support.distributed import run_ranks
-from support.engines import layout
-from support.published_files import (
+from support.hf.published_files import (
     FOR_OTHER_VERSIONS,
     OBJECTIVE,
     TOKENIZER_FILES,
@@ -18,6 +17,7 @@ from support.published_files import (
     write_directory,
 )
 from support.selection import slow_but
+from support.training.engines import layout
 
 from data_utils.common.errors import CheckpointError, ConfigError
 from data_utils.common.setting_files import load_yaml

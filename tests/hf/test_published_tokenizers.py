@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from support.published_tokenizers import BYTES, SCRIPTS, add_json, combinations, theirs_of, write_files
+from support.hf.published_tokenizers import BYTES, SCRIPTS, add_json, combinations, theirs_of, write_files
 from tokenizers.pre_tokenizers import ByteLevel
 
 from data_utils.common.errors import CheckpointError, ConfigError, DataError

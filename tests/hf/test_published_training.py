@@ -6,9 +6,9 @@ import json
 
 import numpy as np
 import pytest
-from support.class_losses import trained_losses
-from support.class_training import CASES, LR, TREE, batches_of, model_of, write_directory
 from support.distributed import run_ranks
+from support.hf.class_losses import trained_losses
+from support.hf.class_training import CASES, LR, TREE, batches_of, model_of, write_directory
 
 from data_utils.common.batch_fields import OBJECTIVE, WEIGHTS
 from data_utils.common.setting_files import load_yaml

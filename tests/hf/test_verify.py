@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.optimus_runs import write_run as write_optimus
-from support.published import random_model
+from support.hf.published import random_model
+from support.systems.optimus_runs import write_run as write_optimus
 from transformers import GenerationConfig, PreTrainedModel
 
 from data_utils.common.errors import CheckpointError

@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from support.decoder_rows import MODELS, TEXTS, make_run
-from support.mask_rule import allowed
+from support.transformer.decoder_rows import MODELS, TEXTS, make_run
+from support.transformer.mask_rule import allowed
 
 from data_utils.common.batch_fields import BLOCK_POSITION_IDS, DOC, FIELDS, ORD, POSITION_IDS, TOKENS, WEIGHTS
 from megatron_lite.config.generation import GenerationConfig

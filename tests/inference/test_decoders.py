@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.decoder_rows import MODELS, SPECIAL, TEXTS, make_run, next_logits
+from support.transformer.decoder_rows import MODELS, SPECIAL, TEXTS, make_run, next_logits
 
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.tokenizers.special_tokens import NO_TOKEN

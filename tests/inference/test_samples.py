@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from support.report_runs import FILLED
+from support.training.report_runs import FILLED
 
 from data_utils.common.settings import build, merge
 from data_utils.loader.loader import open_datasets

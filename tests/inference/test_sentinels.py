@@ -6,7 +6,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from support.tokenizer_files import unigram_json
+from support.data.tokenizer_files import unigram_json
 
 from data_utils.objectives import OBJECTIVES, ObjectiveChoice
 from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 from support.configs import tiny
-from support.recipes import SPECIAL
+from support.data.recipes import SPECIAL
 
 from data_utils.common.batch_fields import DOC, FIELDS, ORD, POSITION_IDS, TARGETS, TOKENS, WEIGHTS
 from data_utils.common.errors import ConfigError

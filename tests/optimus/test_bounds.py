@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.linear_gaussian import LinearGaussian
+from support.systems.linear_gaussian import LinearGaussian
 
 from data_utils.common.errors import CheckpointError, ConfigError, DataError
 from megatron_lite.models.optimus.bounds import (

@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 import pytest
-from support.latent_training import learn
+from support.systems.latent_training import learn
 
 from data_utils.build.corpus import BuildConfig, build_corpus
 from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer

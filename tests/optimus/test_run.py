@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from support.distributed import run_ranks
-from support.latent import corpus_tree
-from support.training import fit
+from support.systems.latent import corpus_tree
+from support.training.training import fit
 
 from data_utils.common.errors import ConfigError, DataError
 from megatron_lite.config.generation import GenerationConfig

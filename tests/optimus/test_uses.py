@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
-from support.linear_gaussian import LinearGaussian
+from support.systems.linear_gaussian import LinearGaussian
 
 from data_utils.common.errors import DataError
 from megatron_lite.config.generation import GenerationConfig

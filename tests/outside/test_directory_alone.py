@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 from safetensors.torch import load_file, save_file
-from support.system_runs import CASES, TEXTS, Case, answers, logits_of_inputs, wordpiece, write_run
+from support.hf.system_runs import CASES, TEXTS, Case, answers, logits_of_inputs, wordpiece, write_run
 
 from data_utils.common.errors import CheckpointError
 from megatron_lite.hf.common.verify import compare_outputs

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support import fuzz, hf_runs
-from support.labelled_files import task
-from support.published import random_model
-from support.stub_engine import StubEngine
-from support.tokenizer_files import KIND_OF, bert_vocab
+from support import fuzz
+from support.data.tokenizer_files import KIND_OF, bert_vocab
+from support.hf import hf_runs
+from support.hf.published import random_model
+from support.tasks.labelled_files import task
+from support.training.stub_engine import StubEngine
 
 from data_utils.build.shards import BuildDirectory
 from data_utils.dataset import manifest as dataset_manifest

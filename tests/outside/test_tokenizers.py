@@ -6,9 +6,9 @@ import sys
 
 import pytest
 from safetensors.torch import load_file
-from support.published import random_model
-from support.published_files import tensors_once
-from support.published_tokenizers import write_files
+from support.hf.published import random_model
+from support.hf.published_files import tensors_once
+from support.hf.published_tokenizers import write_files
 
 from megatron_lite.hf.common.verify_tokenizer import awkward_texts
 from megatron_lite.hf.export import ExportOptions, export_run

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.distributed import run_ranks
-from support.engines import tree
-from support.fake_ranks import fake_context
+from support.training.engines import tree
+from support.training.fake_ranks import fake_context
 
 from data_utils.common.settings import build
 from megatron_lite.config.sections import ParallelConfig

@@ -5,7 +5,7 @@ import os
 
 import pytest
 from support import chromium
-from support.report_runs import hostile_run, train, write_records
+from support.training.report_runs import hostile_run, train, write_records
 
 from scripts.report import main
 

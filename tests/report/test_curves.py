@@ -4,7 +4,7 @@ import math
 import tracemalloc
 
 import pytest
-from support.report_runs import train, write_records
+from support.training.report_runs import train, write_records
 
 from megatron_lite.report.curves import COLUMNS, MAX_CURVES, MAX_EVENTS, MAX_FILLINGS, Curve, read_records
 from megatron_lite.telemetry.records import read_metrics

@@ -10,7 +10,7 @@ import yaml
 from support.commands import forked
 from support.distributed import run_ranks
 from support.project import small_run
-from support.report_runs import fit_and_fill, hostile_run, interrupted, train, write_records
+from support.training.report_runs import fit_and_fill, hostile_run, interrupted, train, write_records
 
 from data_utils.common.errors import CheckpointError, ConfigError, DataError
 from data_utils.common.settings import merge

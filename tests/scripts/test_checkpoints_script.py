@@ -12,8 +12,8 @@ import pytest
 import torch
 from support.crash_shim import at_every_operation, fill_disk, record_and_kill
 from support.project import ROOT
-from support.stub_engine import StubEngine
-from support.whole_weights import load_weights
+from support.training.stub_engine import StubEngine
+from support.training.whole_weights import load_weights
 
 from data_utils.common.errors import DataError
 from data_utils.common.files import new_directory

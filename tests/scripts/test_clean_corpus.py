@@ -21,11 +21,11 @@ import pyarrow as pa
 import pytest
 import zstandard
 from pyarrow import ipc, parquet
-from support import cleaning
 from support.commands import Forked, assert_refused, forked
+from support.data import cleaning
+from support.data.stores import RefusedLater, serving
 from support.project import ROOT
 from support.slurm_cluster import reason_to_skip, running_cluster
-from support.stores import RefusedLater, serving
 from support.waiting import wait_until
 
 from data_utils.cleaning import executors

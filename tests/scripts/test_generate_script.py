@@ -10,7 +10,7 @@ import sys
 import pytest
 import yaml
 from support.commands import forked
-from support.hf_runs import tree, write_run, write_vocabulary
+from support.hf.hf_runs import tree, write_run, write_vocabulary
 from support.project import ROOT
 
 from data_utils.common.errors import ConfigError, DataError

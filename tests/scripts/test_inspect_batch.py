@@ -9,10 +9,10 @@ import matplotlib.image
 import numpy as np
 import pytest
 import yaml
-from support.mask_rule import allowed
+from support.data.recipes import make, text_of
 from support.project import ROOT
-from support.recipes import make, text_of
-from support.tasks import write_lines, write_task
+from support.tasks.tasks import write_lines, write_task
+from support.transformer.mask_rule import allowed
 
 from data_utils.build.corpus import BuildConfig, build_corpus
 from data_utils.common.errors import ConfigError, UserError

@@ -7,10 +7,10 @@ import pytest
 import torch
 import yaml
 from support.distributed import run_ranks
-from support.latent import corpus_tree
 from support.project import ROOT
-from support.report_runs import train, write_records
-from support.training import fit
+from support.systems.latent import corpus_tree
+from support.training.report_runs import train, write_records
+from support.training.training import fit
 
 import pretrain_glm
 from data_utils.common.errors import ConfigError

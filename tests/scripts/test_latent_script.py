@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from support.linear_gaussian import LinearGaussian
+from support.systems.linear_gaussian import LinearGaussian
 
 from data_utils.common.errors import ConfigError, DataError
 from scripts import latent

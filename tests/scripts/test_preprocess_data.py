@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from support.commands import forked
+from support.data.tokenizer_files import byte_bpe_json
 from support.project import ROOT
-from support.tokenizer_files import byte_bpe_json
 
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer

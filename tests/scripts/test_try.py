@@ -12,7 +12,7 @@ import sys
 
 import pytest
 from support.demos import generated, made_run, served
-from support.hf_runs import tree, write_run, write_vocabulary
+from support.hf.hf_runs import tree, write_run, write_vocabulary
 from support.project import ROOT
 
 from data_utils.common.errors import ConfigError, DataError

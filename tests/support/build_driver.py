@@ -13,7 +13,7 @@ from data_utils.build.config import BuildConfig
 from data_utils.build.corpus import build_corpus
 from data_utils.build.ranks import Ranks
 from data_utils.common.errors import UserError, run_command
-from support import byte_tokenizer
+from support.data import byte_tokenizer
 
 
 def main() -> int:

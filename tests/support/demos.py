@@ -8,7 +8,7 @@ import threading
 from data_utils.common.settings import merge
 from megatron_lite.inference.server import Server
 from scripts import generate
-from support.hf_runs import tree, write_run, write_vocabulary
+from support.hf.hf_runs import tree, write_run, write_vocabulary
 
 
 @contextlib.contextmanager

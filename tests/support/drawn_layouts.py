@@ -32,9 +32,9 @@ from data_utils.objectives.interface import Objective
 from megatron_lite.config.model import ACTIVATIONS, BIASES, BLOCK_POSITIONS, INITS, NORMS, POSITIONS, RELATIVE
 from megatron_lite.config.systems import SYSTEMS
 from megatron_lite.config.tree import Config
+from support.data.recipes import FIRST_TEXT_TOKEN, collate, vocabulary, windows
 from support.parity import Outcome, outcomes_of
-from support.parity_cases import CLIP, OTHERS, TOLERANCES, VOCAB_SIZE, Case
-from support.recipes import FIRST_TEXT_TOKEN, collate, vocabulary, windows
+from support.training.parity_cases import CLIP, OTHERS, TOLERANCES, VOCAB_SIZE, Case
 
 DEGREES = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2)]  # tensor, pipeline, data
 SEQUENCE_LENGTH = 32

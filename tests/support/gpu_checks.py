@@ -16,10 +16,10 @@ from megatron_lite.transformer.attention_backends.layout import make_layout
 from megatron_lite.transformer.attention_backends.plan import plan_attention
 from megatron_lite.transformer.kernels.varlen_kernels import use_attention
 from support import parity
-from support.attention import attend, draw, dropout_of, recipe_arrays, reference_attention
+from support.data.recipes import RECIPES
 from support.distributed import run_ranks
-from support.parity_cases import KINDS, Case
-from support.recipes import RECIPES
+from support.training.parity_cases import KINDS, Case
+from support.transformer.attention import attend, draw, dropout_of, recipe_arrays, reference_attention
 
 HEADS, HEAD_DIM = 4, 64
 

@@ -47,10 +47,10 @@ from megatron_lite.transformer.micro_batch import MicroBatch
 from megatron_lite.transformer.router import Router
 from megatron_lite.transformer.tensor_parallel import whole_shape
 from support.distributed import run_ranks
-from support.electra import CASES as GENERATOR_AND_DISCRIMINATOR
-from support.entity_models import CASES as ENTITIES
-from support.optimizers import Plain
-from support.parity_cases import (
+from support.records import commit_of_record
+from support.systems.electra import CASES as GENERATOR_AND_DISCRIMINATOR
+from support.systems.entity_models import CASES as ENTITIES
+from support.training.parity_cases import (
     CLIP,
     DISENTANGLED,
     DROPOUT,
@@ -78,7 +78,7 @@ from support.parity_cases import (
     Case,
     matrix,
 )
-from support.records import commit_of_record
+from support.transformer.optimizers import Plain
 
 # The one process
 

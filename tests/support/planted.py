@@ -4,7 +4,7 @@
     python tests/support/planted.py --output docs/records/planted_bugs.md   # every bug
     python tests/support/planted.py --only "weight decay on norms"  # one of them; with --output, its row alone changes
 
-A bug is an exact replacement in one file (support/plants.py). First the chosen tests must pass in the copy as it is: a
+A bug is an exact replacement in one file (support/plants/). First the chosen tests must pass in the copy as it is: a
 test that fails anyway catches nothing. A bug counts as caught if one of its tests then fails, those that are marked
 slow among them. A text that does not occur exactly once, a test that is not there and a copy that cannot be imported
 are errors: such a bug would seem caught by anything.
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data_utils.common.errors import ConfigError, run_command
-from support.plants import PLANTS, Plant
+from support.plants.plants import PLANTS, Plant
 from support.project import ROOT, copied_project
 from support.records import commit_of_record
 
@@ -151,7 +151,7 @@ are run, also those of them that are marked slow: all pass without it, and one m
 without a commit ran with files that nobody can check out any more, and waits for its next run.
 
 Some of these bugs were in releases or main branches of other projects, where they silently trained worse models;
-the column names the report. `tests/support/plants.py` has the exact text of each.
+the column names the report. `tests/support/plants/plants.py` has the exact text of each.
 """
 
 

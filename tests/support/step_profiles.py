@@ -136,7 +136,7 @@ def plant(kind):
 
     from benchmarks.step_trace import trace
     from megatron_lite.transformer.block import Block
-    from support.task_batches import task_batch
+    from support.tasks.task_batches import task_batch
 
     if kind in TASKS:
         trace.random_batches = lambda config, count: [

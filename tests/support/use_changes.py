@@ -19,7 +19,7 @@ def train(settings: dict) -> dict:
     from megatron_lite.config.sections import ParallelConfig
     from megatron_lite.parallel.context import initialize
     from megatron_lite.parallel.launch import Launch
-    from support.training import make_trainer
+    from support.training.training import make_trainer
 
     logging.basicConfig(level=logging.INFO, stream=sys.stdout)
     context = initialize(Launch.from_environment(), ParallelConfig(), timeout_seconds=60)
@@ -47,8 +47,8 @@ def lion() -> dict:
     from megatron_lite.estimate.average_sequence import average_sequence
     from megatron_lite.estimate.gpus import GPUS
     from megatron_lite.estimate.step_estimate import estimate
-    from support.optimizers import Ours
     from support.step_profiles import PAPER, config_of
+    from support.transformer.optimizers import Ours
 
     settings = {"kind": "lion", "beta2": 0.99, "weight_decay": 0.1}
     torch.manual_seed(0)

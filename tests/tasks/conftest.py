@@ -1,7 +1,7 @@
 """A folder of labelled files for the tests of readers."""
 
 import pytest
-from support.labelled_files import Files
+from support.tasks.labelled_files import Files
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.mask_rule import allowed, leaks
-from support.recipes import encoder_decoder
-from support.task_inputs import ALL_MASKS, form, predicted, record, renderer, settings, shown, tokenizer
+from support.data.recipes import encoder_decoder
+from support.tasks.task_inputs import ALL_MASKS, form, predicted, record, renderer, settings, shown, tokenizer
+from support.transformer.mask_rule import allowed, leaks
 
 from data_utils.common.batch_fields import Example
 from data_utils.common.errors import ConfigError, DataError

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.project import ROOT
-from support.task_inputs import form, tokenizer
+from support.tasks.task_inputs import form, tokenizer
 
 from data_utils.common.errors import UserError
 from data_utils.common.setting_files import load_yaml

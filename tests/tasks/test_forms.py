@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.task_inputs import record, renderer
+from support.tasks.task_inputs import record, renderer
 
 from data_utils.common.errors import ConfigError
 from data_utils.objectives import OBJECTIVES, ObjectiveChoice

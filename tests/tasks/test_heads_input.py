@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as example_count
 from hypothesis import strategies as st
-from support.task_inputs import record, renderer, shown
+from support.tasks.task_inputs import record, renderer, shown
 
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.tasks.templates.inputs import overlapping_windows

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from support.labelled_files import task
-from support.task_inputs import form, record, renderer, settings, shown, tokenizer
+from support.tasks.labelled_files import task
+from support.tasks.task_inputs import form, record, renderer, settings, shown, tokenizer
 
 from data_utils.common.batch_fields import Example
 from data_utils.common.errors import ConfigError, DataError

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.task_inputs import inputs, predicted, record, renderer, settings, shown
+from support.tasks.task_inputs import inputs, predicted, record, renderer, settings, shown
 
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.tasks.templates.inputs import TokenSegment

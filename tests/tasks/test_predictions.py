@@ -5,7 +5,7 @@ import os
 
 import numpy as np
 import pytest
-from support.task_inputs import predicted, renderer
+from support.tasks.task_inputs import predicted, renderer
 
 from data_utils.common.errors import DataError
 from data_utils.tasks.config import TaskConfig

@@ -4,7 +4,7 @@ import gzip
 import json
 
 import pytest
-from support.labelled_files import task
+from support.tasks.labelled_files import task
 
 from data_utils.tasks.readers.by_name import task_labels
 from data_utils.tasks.readers.source_target import sentences_on_lines

@@ -1,7 +1,7 @@
 """GLUE's tab-separated files: columns of each task, test files, no quoting, and what is refused."""
 
 import pytest
-from support.labelled_files import task
+from support.tasks.labelled_files import task
 
 from data_utils.tasks.readers.by_name import task_labels
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 import zstandard
-from support.labelled_files import task
+from support.tasks.labelled_files import task
 
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.common.settings import build

@@ -1,7 +1,7 @@
 """SuperGLUE's files: fields, labels and indices of each task, and what is refused."""
 
 import pytest
-from support.labelled_files import task
+from support.tasks.labelled_files import task
 
 from data_utils.common.errors import ConfigError
 from data_utils.tasks.readers.by_name import task_labels

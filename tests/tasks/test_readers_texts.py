@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from support.labelled_files import task
+from support.tasks.labelled_files import task
 
 from data_utils.tasks.readers.files import BadLine
 from data_utils.tasks.readers.texts import fillings

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from support.labelled_files import task
 from support.project import ROOT
-from support.synthetic_tasks import MORE
-from support.task_inputs import ALL_MASKS, form, predicted, shown, tokenizer
+from support.tasks.labelled_files import task
+from support.tasks.synthetic_tasks import MORE
+from support.tasks.task_inputs import ALL_MASKS, form, predicted, shown, tokenizer
 
 from data_utils.common.setting_files import load_yaml
 from data_utils.common.settings import build

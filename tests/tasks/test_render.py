@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.task_inputs import record, renderer
+from support.tasks.task_inputs import record, renderer
 
 from data_utils.common.batch_fields import TOKENS, WEIGHTS
 from data_utils.common.errors import ConfigError, DataError

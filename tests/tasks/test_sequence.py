@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as example_count
 from hypothesis import strategies as st
-from support.mask_rule import allowed, leaks
-from support.recipes import encoder_decoder
-from support.task_inputs import ALL_MASKS, form, record, renderer, settings, shown, tokenizer
+from support.data.recipes import encoder_decoder
+from support.tasks.task_inputs import ALL_MASKS, form, record, renderer, settings, shown, tokenizer
+from support.transformer.mask_rule import allowed, leaks
 
 from data_utils.common.batch_fields import FIELDS, Example
 from data_utils.common.errors import ConfigError, DataError

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
-from support.labelled_files import task
+from support.tasks.labelled_files import task
 
 from data_utils.common.errors import ConfigError
 from data_utils.tasks.readers.by_name import read_records, task_labels

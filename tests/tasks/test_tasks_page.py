@@ -5,9 +5,9 @@ import re
 
 import pytest
 import yaml
-from support.labelled_files import task
 from support.project import ROOT
-from support.synthetic_tasks import MORE
+from support.tasks.labelled_files import task
+from support.tasks.synthetic_tasks import MORE
 
 from data_utils.common.errors import DataError
 from data_utils.common.settings import build

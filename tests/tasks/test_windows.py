@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as example_count
 from hypothesis import strategies as st
-from support.mask_rule import allowed, reachable
-from support.task_inputs import inputs
+from support.tasks.task_inputs import inputs
+from support.transformer.mask_rule import allowed, reachable
 
 from data_utils.common.errors import ConfigError
 from data_utils.tasks.templates.continuations import Continuations

@@ -5,7 +5,7 @@ import math
 import pytest
 from support.distributed import run_ranks
 from support.project import ROOT, small_run
-from support.training import fit, open_data, records
+from support.training.training import fit, open_data, records
 
 from data_utils.common.errors import ConfigError
 from data_utils.common.setting_files import load_yaml

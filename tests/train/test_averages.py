@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from support.batches import prefix_batch
 from support.distributed import run_ranks
-from support.engines import SAMPLES, layout, make_engine, tree
-from support.whole_weights import load_weights
+from support.training.engines import SAMPLES, layout, make_engine, tree
+from support.training.whole_weights import load_weights
+from support.transformer.batches import prefix_batch
 
 from megatron_lite.checkpoint.read import load_checkpoint
 from megatron_lite.checkpoint.verify import read_checkpoint

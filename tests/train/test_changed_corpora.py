@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import yaml
 from support.commands import assert_refused, forked
+from support.data.stores import serving
 from support.distributed import run_ranks
 from support.project import small_run
-from support.stores import serving
-from support.training import fit, records
+from support.training.training import fit, records
 
 from data_utils.common.seeds import derive_seed
 from data_utils.common.settings import build, merge, to_tree

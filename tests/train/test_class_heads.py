@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.data.recipes import SPECIAL, make, windows
+from support.data.recipes import collate as collate_windows
 from support.distributed import run_ranks
-from support.hf_runs import tree, write_run, write_vocabulary
+from support.hf.hf_runs import tree, write_run, write_vocabulary
 from support.project import ROOT
-from support.recipes import SPECIAL, make, windows
-from support.recipes import collate as collate_windows
-from support.training import fit, make_trainer, records
-from support.whole_weights import load_weights
+from support.training.training import fit, make_trainer, records
+from support.training.whole_weights import load_weights
 
 from data_utils.build.config import BuildConfig
 from data_utils.build.corpus import build_corpus

@@ -9,7 +9,7 @@ import yaml
 from support.commands import Forked, forked
 from support.distributed import run_ranks
 from support.project import ROOT
-from support.training import make_trainer
+from support.training.training import make_trainer
 from support.waiting import wait_until
 
 from data_utils.common.errors import ExitStatus, TrainingError

@@ -6,10 +6,10 @@ import deepspeed
 import pytest
 import torch
 from support import parity
-from support.batches import prefix_batch
 from support.configs import tiny
 from support.distributed import run_ranks
-from support.engines import SAMPLES, tree
+from support.training.engines import SAMPLES, tree
+from support.transformer.batches import prefix_batch
 
 from data_utils.common.errors import ConfigError
 from data_utils.common.settings import build, merge

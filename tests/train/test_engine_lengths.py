@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.configs import tiny
-from support.recipes import RECIPES, collate, make, windows
+from support.data.recipes import RECIPES, collate, make, windows
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from data_utils.objectives import LOSS_NAMES

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.distributed import run_ranks
-from support.training import fit, make_trainer
+from support.training.training import fit, make_trainer
 
 from data_utils.common.settings import merge
 from megatron_lite.checkpoint.manifest import list_checkpoints

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from support.distributed import run_ranks
-from support.training import make_trainer
-from support.whole_weights import compare_weights, placed_weights
+from support.training.training import make_trainer
+from support.training.whole_weights import compare_weights, placed_weights
 
 from data_utils.common.settings import merge
 from megatron_lite.config.sections import ParallelConfig

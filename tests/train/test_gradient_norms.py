@@ -7,10 +7,11 @@ import math
 from pathlib import Path
 
 import pytest
-from support import parity, parity_cases
+from support import parity
 from support.distributed import run_ranks
 from support.parity import Case
-from support.training import fit
+from support.training import parity_cases
+from support.training.training import fit
 
 from data_utils.common.settings import merge
 from megatron_lite.config.sections import ParallelConfig

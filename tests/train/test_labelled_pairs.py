@@ -8,13 +8,13 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from support.commands import assert_refused, forked
+from support.data.labelled_pairs import write_pairs
+from support.data.recipes import SPECIAL
 from support.distributed import run_ranks
-from support.hf_runs import tree as hf_tree
-from support.hf_runs import write_run, write_vocabulary
-from support.labelled_pairs import write_pairs
-from support.recipes import SPECIAL
-from support.training import fit, records
-from support.whole_weights import load_weights
+from support.hf.hf_runs import tree as hf_tree
+from support.hf.hf_runs import write_run, write_vocabulary
+from support.training.training import fit, records
+from support.training.whole_weights import load_weights
 
 from data_utils.common.losses import CLASS_HEADS
 from data_utils.common.settings import merge

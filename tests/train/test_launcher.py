@@ -15,7 +15,7 @@ import yaml
 from support.commands import forked
 from support.distributed import free_port, run_ranks
 from support.project import ROOT
-from support.training import fit
+from support.training.training import fit
 from support.waiting import wait_until
 
 from data_utils.common.settings import merge

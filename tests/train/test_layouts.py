@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.distributed import run_ranks
-from support.training import make_trainer
+from support.training.training import make_trainer
 
 from data_utils.common.batch_fields import DOC, OBJECTIVE
 from data_utils.common.settings import merge

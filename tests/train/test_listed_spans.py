@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from support.distributed import run_ranks
-from support.training import fit, open_data, records
-from support.whole_weights import load_weights
+from support.training.training import fit, open_data, records
+from support.training.whole_weights import load_weights
 
 from data_utils.build.config import BuildConfig
 from data_utils.build.corpus import build_corpus

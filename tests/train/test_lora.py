@@ -12,8 +12,8 @@ import pytest
 import torch
 from support.distributed import run_ranks
 from support.project import small_run
-from support.training import fit, records
-from support.whole_weights import load_weights
+from support.training.training import fit, records
+from support.training.whole_weights import load_weights
 
 from data_utils.common.errors import CheckpointError, ConfigError
 from data_utils.common.settings import build, merge

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from support.distributed import run_ranks
-from support.training import make_trainer
+from support.training.training import make_trainer
 
 from data_utils.common.settings import merge
 from megatron_lite.checkpoint.verify import newest_readable

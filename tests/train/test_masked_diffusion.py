@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.configs import tiny
 from support.distributed import run_ranks
-from support.training import fit, make_trainer, records
+from support.training.training import fit, make_trainer, records
 
 from data_utils.common.batch_fields import DOC, FIELDS, OBJECTIVE, PADDING_DOC, WEIGHTS
 from data_utils.common.losses import MASKED_DIFFUSION

@@ -8,9 +8,9 @@ import pytest
 import torch
 from support import parity
 from support.distributed import run_ranks
-from support.engines import tree
-from support.optimizers import ALL
-from support.parity_cases import Case
+from support.training.engines import tree
+from support.training.parity_cases import Case
+from support.transformer.optimizers import ALL
 
 from data_utils.common.settings import build
 from megatron_lite.config.model import ModelConfig, MupConfig

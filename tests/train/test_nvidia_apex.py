@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from support.batches import prefix_batch
 from support.commands import assert_refused, forked, pretrain
 from support.distributed import run_ranks
-from support.engines import SAMPLES, layout, tree
 from support.project import ROOT
+from support.training.engines import SAMPLES, layout, tree
+from support.transformer.batches import prefix_batch
 
 from data_utils.common.errors import ConfigError
 from data_utils.common.settings import build, merge

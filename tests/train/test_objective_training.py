@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from support.distributed import run_ranks
-from support.training import fit, make_trainer, records
+from support.training.training import fit, make_trainer, records
 
 from data_utils.common.batch_fields import BLOCK_POSITION_IDS, DOC
 from data_utils.common.settings import build, merge

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from support.distributed import run_ranks
-from support.latent import RandomSentences, latent_config
-from support.whole_weights import load_weights
+from support.systems.latent import RandomSentences, latent_config
+from support.training.whole_weights import load_weights
 
 from data_utils.common.errors import CheckpointError
 from data_utils.common.settings import build, to_tree

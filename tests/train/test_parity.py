@@ -9,10 +9,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import parity, parity_cases
+from support import parity
 from support.distributed import run_ranks
 from support.parity import Case, by_layout, outcomes_of
 from support.selection import slow_but
+from support.training import parity_cases
 
 from data_utils.common.errors import ConfigError
 from megatron_lite.config.sections import ParallelConfig

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from support.distributed import run_ranks
-from support.training import fit, make_trainer, records
+from support.training.training import fit, make_trainer, records
 
 from data_utils.common.settings import build, merge
 from data_utils.tokenizers.tokenizer import load_tokenizer

@@ -6,10 +6,10 @@ import threading
 import numpy as np
 import pytest
 import torch
-from support.batches import prefix_batch
 from support.distributed import run_ranks
-from support.engines import tree
-from support.training import fit, make_trainer
+from support.training.engines import tree
+from support.training.training import fit, make_trainer
+from support.transformer.batches import prefix_batch
 from support.waiting import HANG_SECONDS
 
 from data_utils.common.batch_fields import OBJECTIVE, WEIGHTS

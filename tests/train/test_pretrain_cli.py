@@ -13,7 +13,7 @@ import yaml
 from support.commands import assert_refused, forked, python
 from support.distributed import run_ranks
 from support.project import ROOT
-from support.training import fit
+from support.training.training import fit
 
 from data_utils.common.settings import build, merge, parse_override, setting_names, to_tree
 from megatron_lite.checkpoint.manifest import Checkpoint

@@ -1,7 +1,7 @@
 import pytest
 import torch
 from support.distributed import run_ranks
-from support.engines import tree
+from support.training.engines import tree
 
 from data_utils.common.settings import build
 from megatron_lite.config.sections import ParallelConfig

@@ -11,7 +11,7 @@ import yaml
 from support.commands import assert_refused, forked
 from support.distributed import run_ranks, start_ranks
 from support.project import small_run
-from support.training import fit
+from support.training.training import fit
 from support.waiting import random_delay, wait_until
 
 from data_utils.common.errors import CheckpointError

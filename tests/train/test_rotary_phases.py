@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from support.distributed import run_ranks
-from support.training import fit, open_data, records
+from support.training.training import fit, open_data, records
 
 from data_utils.common.batch_fields import DOC, PADDING_DOC, WEIGHTS
 from data_utils.common.settings import merge

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.distributed import run_ranks
 from support.project import ROOT
-from support.training import make_trainer
+from support.training.training import make_trainer
 
 from data_utils.common.errors import ExitStatus, HaltedError
 from megatron_lite.checkpoint.manifest import list_checkpoints

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pytest
 from support.distributed import run_ranks
 from support.project import small_run
-from support.training import fit, records
+from support.training.training import fit, records
 
 from data_utils.common.errors import CheckpointError
 from data_utils.common.settings import merge

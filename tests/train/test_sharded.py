@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from support import parity_cases
-from support.batches import prefix_batch
 from support.distributed import run_ranks
-from support.engines import tree
-from support.fake_ranks import fake_context
+from support.training import parity_cases
+from support.training.engines import tree
+from support.training.fake_ranks import fake_context
+from support.transformer.batches import prefix_batch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

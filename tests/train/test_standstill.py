@@ -7,7 +7,7 @@ import math
 
 import pytest
 from support.distributed import run_ranks
-from support.training import make_trainer
+from support.training.training import make_trainer
 
 from data_utils.common.settings import merge
 from megatron_lite.telemetry.standstill import MIN_EVALUATIONS, Standstill

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.commands import assert_refused, pretrain
 from support.distributed import run_ranks
-from support.training import fit, records
+from support.training.training import fit, records
 
 from data_utils.common.errors import ConfigError
 from megatron_lite.config.sections import ProfilerConfig

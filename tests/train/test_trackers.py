@@ -17,7 +17,7 @@ import yaml
 from support.commands import assert_refused, forked
 from support.distributed import run_ranks
 from support.project import small_run
-from support.training import fit
+from support.training.training import fit
 from support.waiting import HANG_SECONDS
 
 from data_utils.common.settings import build

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.data.stores import serving
 from support.distributed import run_ranks
 from support.project import small_run
-from support.stores import serving
-from support.training import fit, make_trainer, records
-from support.whole_weights import load_weights, placed_weights
+from support.training.training import fit, make_trainer, records
+from support.training.whole_weights import load_weights, placed_weights
 
 from data_utils.common.errors import DataError, DeviceMemoryError, TrainingError
 from data_utils.common.settings import merge

@@ -17,7 +17,7 @@ import pytest
 from support.commands import forked
 from support.distributed import _FORK, free_port, initialize
 from support.project import ROOT
-from support.training import make_trainer
+from support.training.training import make_trainer
 from support.waiting import HANG_SECONDS, wait_until
 
 from data_utils.common.errors import ExitStatus, RankError

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from support import parity
 from support.distributed import run_ranks
-from support.parity_cases import VOCAB_SIZE, Case
+from support.training.parity_cases import VOCAB_SIZE, Case
 
 from data_utils.common.batch_fields import WEIGHTS
 from megatron_lite.config.sections import ParallelConfig

@@ -7,8 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import mask_rule
-from support.attention import (
+from support.data.recipes import RECIPES
+from support.transformer import mask_rule
+from support.transformer.attention import (
     CPU,
     attend,
     draw,
@@ -18,8 +19,7 @@ from support.attention import (
     recipe_arrays,
     reference_attention,
 )
-from support.kernels import interpreted_kernels
-from support.recipes import RECIPES
+from support.transformer.kernels import interpreted_kernels
 
 from megatron_lite.transformer.attention_backends import cpu_groups, cpu_kernels, cpu_plan
 from megatron_lite.transformer.attention_backends import layout as attention_layout

@@ -8,7 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.attention import (
+from support.data.recipes import RECIPES, collate, make, windows
+from support.transformer.attention import (
     CPU,
     attend,
     draw,
@@ -18,9 +19,8 @@ from support.attention import (
     recipe_arrays,
     reference_attention,
 )
-from support.kernels import interpreted_kernels
-from support.mask_rule import allowed
-from support.recipes import RECIPES, collate, make, windows
+from support.transformer.kernels import interpreted_kernels
+from support.transformer.mask_rule import allowed
 
 from data_utils.common.errors import ConfigError
 from data_utils.objectives import LOSS_NAMES

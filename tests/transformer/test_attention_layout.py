@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import mask_rule
-from support.batches import prefix_batch
-from support.recipes import RECIPES, collate, make, windows
+from support.data.recipes import RECIPES, collate, make, windows
+from support.transformer import mask_rule
+from support.transformer.batches import prefix_batch
 
 from data_utils.common.batch_fields import DOC, GRP, OBJECTIVE, ORD, TARGETS, WEIGHTS
 from megatron_lite.transformer import batch as host_batch

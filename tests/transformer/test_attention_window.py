@@ -7,8 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import mask_rule
-from support.attention import (
+from support.data.recipes import RECIPES, Recipe
+from support.transformer import mask_rule
+from support.transformer.attention import (
     CPU,
     attend,
     draw,
@@ -18,9 +19,8 @@ from support.attention import (
     recipe_arrays,
     reference_attention,
 )
-from support.batches import prefix_batch
-from support.kernels import interpreted_kernels
-from support.recipes import RECIPES, Recipe
+from support.transformer.batches import prefix_batch
+from support.transformer.kernels import interpreted_kernels
 
 from data_utils.common.batch_fields import DOC, GRP, ORD, POSITION_IDS
 from data_utils.common.errors import ConfigError

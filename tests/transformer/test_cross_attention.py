@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.attention import CPU, dropout_of, mask_of, random_arrays, recipe_arrays
-from support.recipes import RECIPES
+from support.data.recipes import RECIPES
+from support.transformer.attention import CPU, dropout_of, mask_of, random_arrays, recipe_arrays
 
 from megatron_lite.transformer.attention_backends.cpu_groups import LongGroup, PaddedGroups
 from megatron_lite.transformer.attention_backends.cpu_plan import CpuPlan

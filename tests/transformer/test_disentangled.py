@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from support.small_deberta import SIZES, packed, small_model
+from support.hf.small_deberta import SIZES, packed, small_model
 from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 
 from data_utils.common.batch_fields import DOC, TOKENS

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from support.recipes import collate, make, text_of
+from support.data.recipes import collate, make, text_of
 
 from data_utils.common.settings import build
 from data_utils.objectives import LOSS_NAMES

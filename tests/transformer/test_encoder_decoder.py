@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.batches import prefix_batch
-from support.recipes import RECIPES, collate, windows
-from support.recipes import make as make_objective
+from support.data.recipes import RECIPES, collate, windows
+from support.data.recipes import make as make_objective
+from support.transformer.batches import prefix_batch
 
 from data_utils.common.batch_fields import (
     BLOCK_POSITION_IDS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support.parity_cases import samples_of
+from support.training.parity_cases import samples_of
 from transformers import Glm4MoeConfig, OlmoeConfig, Qwen3MoeConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMoE
 from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock

@@ -12,9 +12,9 @@ import functools
 import numpy as np
 import pytest
 import torch
-from support.kernels import interpreted_kernels
-from support.recipes import collate, windows
-from support.recipes import make as make_objective
+from support.data.recipes import collate, windows
+from support.data.recipes import make as make_objective
+from support.transformer.kernels import interpreted_kernels
 
 from megatron_lite.config.lora import LoraConfig
 from megatron_lite.config.model import ModelConfig

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.attention import CPU, attend, draw, recipe_arrays, reference_attention
-from support.graphs import by_torch, capture
-from support.kernels import interpreted_kernels
-from support.recipes import RECIPES, collate, make, windows
+from support.data.recipes import RECIPES, collate, make, windows
+from support.transformer.attention import CPU, attend, draw, recipe_arrays, reference_attention
+from support.transformer.graphs import by_torch, capture
+from support.transformer.kernels import interpreted_kernels
 
 from data_utils.common.errors import ConfigError
 from megatron_lite.config.model import ModelConfig

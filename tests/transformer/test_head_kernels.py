@@ -10,8 +10,8 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
-from support.kernels import interpreted_kernels
 from support.selection import slow_but
+from support.transformer.kernels import interpreted_kernels
 
 from data_utils.common.batch_fields import ID_FIELDS
 from megatron_lite.config.model import ModelConfig

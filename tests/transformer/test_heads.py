@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.data.recipes import make, span_boundaries, text_of, vocabulary
 from support.distributed import run_ranks
-from support.recipes import make, span_boundaries, text_of, vocabulary
-from support.whole_weights import compare_weights, placed_weights
+from support.training.whole_weights import compare_weights, placed_weights
 
 from data_utils.common.batch_fields import (
     BLOCK_POSITION_IDS,

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.kernels import interpreted_kernels
 from support.project import ROOT
 from support.selection import slow_but
+from support.transformer.kernels import interpreted_kernels
 
 from megatron_lite.config.model import ACTIVATIONS
 from megatron_lite.transformer import loss as loss_module

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.attention import EmulatedKernel
-from support.kernels import interpreted_kernels
+from support.transformer.attention import EmulatedKernel
+from support.transformer.kernels import interpreted_kernels
 
 from benchmarks import kernels
 from data_utils.common.errors import ConfigError

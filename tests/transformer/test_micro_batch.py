@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import electra, entity_models
-from support.recipes import RECIPES, collate, make, windows
-from support.task_batches import task_batch
+from support.data.recipes import RECIPES, collate, make, windows
+from support.systems import electra, entity_models
+from support.tasks.task_batches import task_batch
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.models.ernie_thu.batch import EntityTaskBatch, NoVectors

@@ -3,10 +3,10 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from support.batches import prefix_batch
-from support.kernels import interpreted_kernels
-from support.recipes import RECIPES, collate, windows
-from support.recipes import make as make_objective
+from support.data.recipes import RECIPES, collate, windows
+from support.data.recipes import make as make_objective
+from support.transformer.batches import prefix_batch
+from support.transformer.kernels import interpreted_kernels
 
 from data_utils.common.batch_fields import DOC, TARGETS, TOKENS, WEIGHTS
 from data_utils.objectives import LOSS_NAMES

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.latent import latent_batch, latent_config, random_sentences, sentence_fields
-from support.published import write_random
+from support.hf.published import write_random
+from support.systems.latent import latent_batch, latent_config, random_sentences, sentence_fields
 from torch.nn.functional import cross_entropy
 
 from data_utils.common.batch_fields import FIELDS, ORD, POSITION_IDS, TARGETS, TOKENS, WEIGHTS

@@ -10,9 +10,9 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from support.attention import CPU, draw, dropout_of, mask_of, recipe_arrays
-from support.kernels import interpreted_kernels
-from support.recipes import RECIPES, collate, make, windows
+from support.data.recipes import RECIPES, collate, make, windows
+from support.transformer.attention import CPU, draw, dropout_of, mask_of, recipe_arrays
+from support.transformer.kernels import interpreted_kernels
 
 from data_utils.common.batch_fields import DOC, GRP, ID_FIELDS, ORD, POSITION_IDS, SEGMENT_IDS
 from data_utils.common.settings import build

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from support.batches import prefix_batch
+from support.transformer.batches import prefix_batch
 
 from data_utils.common.batch_fields import BLOCK_POSITION_IDS, ID_FIELDS
 from megatron_lite.config.model import BLOCK_POSITIONS, ModelConfig

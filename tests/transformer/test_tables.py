@@ -10,10 +10,10 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from support.attention import CPU, draw, dropout_of, mask_of, recipe_arrays
-from support.kernels import interpreted_kernels
-from support.recipes import RECIPES
-from support.small_deberta import packed, small_model
+from support.data.recipes import RECIPES
+from support.hf.small_deberta import packed, small_model
+from support.transformer.attention import CPU, draw, dropout_of, mask_of, recipe_arrays
+from support.transformer.kernels import interpreted_kernels
 
 from data_utils.common.batch_fields import DOC, GRP, ORD, POSITION_IDS
 from megatron_lite.transformer.attention_backends import blocks, tables

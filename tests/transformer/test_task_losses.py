@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.distributed import run_ranks
-from support.task_batches import CLASSES, VOCAB, sample, task_batch
+from support.tasks.task_batches import CLASSES, VOCAB, sample, task_batch
 
 from data_utils.common.batch_fields import Example
 from data_utils.common.settings import build, merge

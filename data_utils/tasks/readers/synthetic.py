@@ -8,7 +8,7 @@ A sample is a pure function of (seed, number). task.reader synthetic takes a str
     noisy_votes      cloze, classification   n words red or blue, each of the class's own with probability p
     recall           seq2seq                 keys with words, and one of the keys again, to which its word is the answer
 
-tests/support/synthetic_tasks.py has twelve more.
+tests/support/tasks/synthetic_tasks.py has twelve more.
 """
 
 from __future__ import annotations

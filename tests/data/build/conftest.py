@@ -1,7 +1,7 @@
 """A text file that a build cuts into several shards."""
 
 import pytest
-from support.corpora import to_jsonl
+from support.data.corpora import to_jsonl
 
 
 @pytest.fixture

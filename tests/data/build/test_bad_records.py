@@ -3,14 +3,14 @@
 import json
 
 import pytest
-from support.builds import (
+from support.data.builds import (
     MPIRUN,
     TIMEOUT,
     build,
     members,
     start,
 )
-from support.corpora import files, texts_of, to_jsonl
+from support.data.corpora import files, texts_of, to_jsonl
 
 from data_utils.common.errors import DataError
 from data_utils.dataset.indexed_dataset import IndexedDataset

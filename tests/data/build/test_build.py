@@ -3,8 +3,8 @@ import shutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.byte_tokenizer import ByteTokenizer, EndlessTokenizer, NarrowTokenizer, SilentTokenizer
-from support.corpora import files, make, texts_of, write_corpus
+from support.data.byte_tokenizer import ByteTokenizer, EndlessTokenizer, NarrowTokenizer, SilentTokenizer
+from support.data.corpora import files, make, texts_of, write_corpus
 
 from data_utils.build.config import parse_split, split_rule
 from data_utils.build.corpus import BuildConfig, build_corpus

@@ -3,12 +3,12 @@
 import os
 
 import pytest
-from support.builds import TIMEOUT, build, finished_shards, start
-from support.byte_tokenizer import (
+from support.data.builds import TIMEOUT, build, finished_shards, start
+from support.data.byte_tokenizer import (
     ByteTokenizer,
     OtherTokenizer,
 )
-from support.corpora import to_jsonl
+from support.data.corpora import to_jsonl
 from support.waiting import wait_until
 
 from data_utils.common.errors import DataError

@@ -16,7 +16,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
-from support.builds import (
+from support.data.builds import (
     MPIRUN,
     TIMEOUT,
     build,
@@ -26,12 +26,12 @@ from support.builds import (
     outputs,
     start,
 )
-from support.byte_tokenizer import (
+from support.data.byte_tokenizer import (
     CountingTokenizer,
     DyingTokenizer,
     HungryTokenizer,
 )
-from support.corpora import files, make, texts_of, to_jsonl
+from support.data.corpora import files, make, texts_of, to_jsonl
 from support.waiting import random_delay, wait_until
 
 from data_utils.common.errors import DataError

@@ -5,9 +5,9 @@ import random
 
 import numpy as np
 import pytest
-from support.builds import build, outputs
 from support.commands import assert_refused, forked
-from support.corpora import texts_of
+from support.data.builds import build, outputs
+from support.data.corpora import texts_of
 from support.project import ROOT
 
 from data_utils.build.config import BuildConfig

@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from support.byte_tokenizer import ByteTokenizer
+from support.data.byte_tokenizer import ByteTokenizer
 from support.project import small_corpus
 
 from data_utils.build.annotations import CapitalReader

@@ -4,8 +4,8 @@ import statistics
 
 import numpy as np
 import pytest
-from support.builds import build
-from support.corpora import make, to_jsonl
+from support.data.builds import build
+from support.data.corpora import make, to_jsonl
 
 from data_utils.build.summary import DocumentStatistics
 

@@ -18,7 +18,7 @@ from datatrove.pipeline.filters import (
 )
 from datatrove.utils.hashing import HashConfig, create_hash_func
 from datatrove.utils.text import ngrams, simplify_text
-from support import cleaning
+from support.data import cleaning
 from support.project import ROOT
 from support.selection import slow_but
 

@@ -9,8 +9,8 @@ import unicodedata
 
 import pytest
 import regex
-from support import cleaning
-from support.byte_tokenizer import ByteTokenizer
+from support.data import cleaning
+from support.data.byte_tokenizer import ByteTokenizer
 
 from data_utils.build.config import BuildConfig
 from data_utils.build.corpus import build_corpus

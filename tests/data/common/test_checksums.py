@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.corpora import build, damage
+from support.data.corpora import build, damage
 
 from data_utils.common import checksums
 from data_utils.common.checksums import FileChecksums, check_entry, damaged_block, difference, identity

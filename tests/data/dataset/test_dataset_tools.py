@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.byte_tokenizer import ByteTokenizer, OtherTokenizer
-from support.corpora import build, make, to_jsonl
 from support.crash_shim import at_every_operation, fill_disk, record_and_kill
+from support.data.byte_tokenizer import ByteTokenizer, OtherTokenizer
+from support.data.corpora import build, make, to_jsonl
 
 from data_utils.build.config import BuildConfig
 from data_utils.build.corpus import build_corpus

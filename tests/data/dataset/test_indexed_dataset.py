@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.corpora import build, damage
+from support.data.corpora import build, damage
 
 from data_utils.common import files
 from data_utils.common.errors import DataError

@@ -4,8 +4,8 @@ import os
 import shutil
 
 import pytest
-from support.corpora import build, damage
 from support.crash_shim import at_every_operation, fill_disk
+from support.data.corpora import build, damage
 
 from data_utils.common.errors import DataError, run_command
 from data_utils.dataset.indexed_dataset import IndexedDataset

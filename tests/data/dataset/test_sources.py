@@ -4,7 +4,7 @@ import json
 import random
 
 import pytest
-from support.byte_tokenizer import ByteTokenizer
+from support.data.byte_tokenizer import ByteTokenizer
 
 from data_utils.build.config import BuildConfig
 from data_utils.build.corpus import build_corpus

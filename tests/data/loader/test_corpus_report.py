@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import yaml
 from support.commands import assert_refused, forked
-from support.corpora import build
+from support.data.corpora import build
 from support.project import small_run
 
 from data_utils.common.seeds import derive_seed

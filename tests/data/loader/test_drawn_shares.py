@@ -8,8 +8,8 @@ from functools import partial
 import numpy as np
 import pytest
 import tokenizers
-from support.corpora import make
-from support.word_families import CORPUS, PROSE, families
+from support.data.corpora import make
+from support.data.word_families import CORPUS, PROSE, families
 from tokenizers import Regex, models, pre_tokenizers
 
 from data_utils.loader.config import CorpusConfig, DataConfig, PhaseSamples

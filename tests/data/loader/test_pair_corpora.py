@@ -5,8 +5,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from support.corpora import build as write_dataset
-from support.labelled_pairs import write_pairs
+from support.data.corpora import build as write_dataset
+from support.data.labelled_pairs import write_pairs
 from support.project import small_run
 
 from data_utils.common.batch_fields import Example

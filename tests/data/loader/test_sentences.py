@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.corpora import build as built
-from support.tokenizer_files import BYTE_SYMBOLS, bert_vocab, write_gpt2
+from support.data.corpora import build as built
+from support.data.tokenizer_files import BYTE_SYMBOLS, bert_vocab, write_gpt2
 
 from data_utils.build.corpus import BuildConfig, build_corpus
 from data_utils.common.batch_fields import Example

@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 import pytest
-from support.chi_square import chi_square, chi_square_limit
+from support.data.chi_square import chi_square, chi_square_limit
 from support.project import ROOT
-from support.training import open_data
+from support.training.training import open_data
 
 from data_utils.common.batch_fields import DOC
 from data_utils.common.errors import ConfigError

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.blank_infilling import (
+from support.data.blank_infilling import (
     MIXED,
     SPECIAL,
     VOCABULARY,
@@ -22,9 +22,9 @@ from support.blank_infilling import (
     rebuilt,
     spans_of,
 )
-from support.mask_rule import allowed, leaks
+from support.data.recipes import FIRST_TEXT_TOKEN, many, text_of
 from support.project import ROOT
-from support.recipes import FIRST_TEXT_TOKEN, many, text_of
+from support.transformer.mask_rule import allowed, leaks
 
 from data_utils.common.batch_fields import FIELDS, Example
 from data_utils.common.errors import ConfigError

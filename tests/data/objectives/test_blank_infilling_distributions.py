@@ -7,9 +7,9 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from support.blank_infilling import MIXED, SPECIAL, masked_positions, objective, poisson, spans_of
-from support.chi_square import chi_square, chi_square_limit
-from support.recipes import many, text_of
+from support.data.blank_infilling import MIXED, SPECIAL, masked_positions, objective, poisson, spans_of
+from support.data.chi_square import chi_square, chi_square_limit
+from support.data.recipes import many, text_of
 
 
 def test_span_lengths_are_truncated_poisson():

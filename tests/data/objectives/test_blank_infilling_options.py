@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.blank_infilling import (
+from support.data.blank_infilling import (
     SPECIAL,
     VOCABULARY,
     WORD_START,
@@ -17,8 +17,8 @@ from support.blank_infilling import (
     rebuilt,
     spans_of,
 )
-from support.chi_square import chi_square, chi_square_limit
-from support.recipes import many, text_of
+from support.data.chi_square import chi_square, chi_square_limit
+from support.data.recipes import many, text_of
 
 from data_utils.common.batch_fields import Example
 from data_utils.common.errors import ConfigError

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support import recipes
-from support.published import T5
+from support.data import recipes
+from support.hf.published import T5
 from transformers import BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
 from transformers.models.bart.modeling_bart import shift_tokens_right
 

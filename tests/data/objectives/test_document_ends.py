@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
-from support.recipes import FIRST_TEXT_TOKEN, SPECIAL, vocabulary
+from support.data.recipes import FIRST_TEXT_TOKEN, SPECIAL, vocabulary
 
 from data_utils.common.batch_fields import TARGETS, TOKENS, WEIGHTS
 from data_utils.common.errors import ConfigError

@@ -6,9 +6,9 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from support.chi_square import chi_square, chi_square_limit
+from support.data.chi_square import chi_square, chi_square_limit
+from support.data.recipes import SPECIAL, collate, make, vocabulary, windows
 from support.project import ROOT
-from support.recipes import SPECIAL, collate, make, vocabulary, windows
 
 from data_utils.common.batch_fields import DOC, TOKENS, Example
 from data_utils.common.errors import ConfigError

@@ -7,8 +7,8 @@ from functools import cache
 
 import numpy as np
 import pytest
-from support.chi_square import chi_square, chi_square_limit
-from support.recipes import FIRST_TEXT_TOKEN, SPECIAL, make, text_of, vocabulary, windows
+from support.data.chi_square import chi_square, chi_square_limit
+from support.data.recipes import FIRST_TEXT_TOKEN, SPECIAL, make, text_of, vocabulary, windows
 
 from data_utils.common.batch_fields import Example
 from data_utils.loader.loader import collate

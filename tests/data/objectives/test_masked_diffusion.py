@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from support.chi_square import chi_square, chi_square_limit
-from support.recipes import SPECIAL, make, many, text_of
+from support.data.chi_square import chi_square, chi_square_limit
+from support.data.recipes import SPECIAL, make, many, text_of
 
 LONG = 1900
 

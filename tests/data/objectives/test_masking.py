@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
-from support.chi_square import chi_square, chi_square_limit
-from support.recipes import FIRST_TEXT_TOKEN, SIZE, SPECIAL, make, many, text_of
+from support.data.chi_square import chi_square, chi_square_limit
+from support.data.recipes import FIRST_TEXT_TOKEN, SIZE, SPECIAL, make, many, text_of
 
 from data_utils.common.random_streams import new_rng, seed_rng
 from data_utils.objectives.bart import BartConfig

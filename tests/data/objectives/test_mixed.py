@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.chi_square import chi_square, chi_square_limit
-from support.recipes import SPECIAL, make, text_of, vocabulary
+from support.data.chi_square import chi_square, chi_square_limit
+from support.data.recipes import SPECIAL, make, text_of, vocabulary
 
 from data_utils.common.batch_fields import FIELDS, OBJECTIVE
 from data_utils.common.errors import ConfigError

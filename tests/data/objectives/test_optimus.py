@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.mask_rule import allowed
-from support.recipes import FIRST_TEXT_TOKEN, SPECIAL, collate, make, text_of, vocabulary
+from support.data.recipes import FIRST_TEXT_TOKEN, SPECIAL, collate, make, text_of, vocabulary
+from support.transformer.mask_rule import allowed
 
 from data_utils.common.batch_fields import Example
 from data_utils.common.errors import ConfigError, DataError

@@ -11,9 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.chi_square import chi_square, chi_square_limit
-from support.mask_rule import allowed, leaks
-from support.recipes import (
+from support.data.chi_square import chi_square, chi_square_limit
+from support.data.recipes import (
     FIRST_TEXT_TOKEN,
     MODE_TOKENS,
     SENTINELS,
@@ -29,6 +28,7 @@ from support.recipes import (
     vocabulary,
     xlnet,
 )
+from support.transformer.mask_rule import allowed, leaks
 
 from data_utils.common.batch_fields import Example
 from data_utils.common.errors import ConfigError

@@ -9,9 +9,7 @@ import sys
 
 import numpy as np
 import pytest
-from support.mask_rule import allowed, leaks
-from support.project import ROOT
-from support.recipes import (
+from support.data.recipes import (
     FIRST_TEXT_TOKEN,
     RECIPES,
     SPECIAL,
@@ -23,6 +21,8 @@ from support.recipes import (
     text_of,
     windows,
 )
+from support.project import ROOT
+from support.transformer.mask_rule import allowed, leaks
 
 from data_utils.common.batch_fields import FIELDS, Example
 from data_utils.common.errors import ConfigError, DataError

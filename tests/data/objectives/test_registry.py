@@ -12,8 +12,8 @@ import sys
 import numpy as np
 import pytest
 import yaml
+from support.data.recipes import RECIPES, SPECIAL, make, vocabulary
 from support.project import ROOT, copied_project
-from support.recipes import RECIPES, SPECIAL, make, vocabulary
 from support.selection import slow_but
 
 from data_utils.common.batch_fields import DOC, WEIGHTS

@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from support.recipes import FIRST_TEXT_TOKEN, SPECIAL, collate, make, many, text_of, vocabulary
+from support.data.recipes import FIRST_TEXT_TOKEN, SPECIAL, collate, make, many, text_of, vocabulary
 
 from data_utils.common.batch_fields import BLOCK_POSITION_IDS, Example
 from data_utils.common.errors import ConfigError

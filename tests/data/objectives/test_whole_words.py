@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from support import word_families
-from support.word_families import CHINESE, MARKED, MODELS, PROSE
+from support.data import word_families
+from support.data.word_families import CHINESE, MARKED, MODELS, PROSE
 from tokenizers import decoders, pre_tokenizers
 
 from data_utils.common.errors import ConfigError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.recipes import collate, make, many, text_of
+from support.data.recipes import collate, make, many, text_of
 
 from data_utils.common.batch_fields import FIELDS, Example
 

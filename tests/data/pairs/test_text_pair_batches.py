@@ -5,8 +5,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from support.data.text_pairs import random_records, write_text_pairs
 from support.project import small_run
-from support.text_pairs import random_records, write_text_pairs
 
 from data_utils.common.batch_fields import DOC, OBJECTIVE, ORD, POSITION_IDS, TOKENS, WEIGHTS
 from data_utils.common.checksums import FileChecksums

@@ -6,10 +6,10 @@ import json
 
 import numpy as np
 import pytest
-from support.builds import build, outputs
 from support.commands import assert_refused, forked
-from support.corpora import damage
-from support.text_pairs import random_records
+from support.data.builds import build, outputs
+from support.data.corpora import damage
+from support.data.text_pairs import random_records
 
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.dataset.indexed_dataset import IndexedDataset

@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow.fs
 import pytest
-from support.byte_tokenizer import ByteTokenizer
+from support.data.byte_tokenizer import ByteTokenizer
+from support.data.stored_corpora import NAMES, build, corpus_files, dataset_bytes, lines, write_files
+from support.data.stores import relaying
 from support.selection import slow_but
-from support.stored_corpora import NAMES, build, corpus_files, dataset_bytes, lines, write_files
-from support.stores import relaying
 
 from data_utils.build.config import BuildConfig
 from data_utils.build.corpus import build_corpus

@@ -10,10 +10,10 @@ import signal
 import pyarrow
 import pytest
 from pyarrow import ipc, parquet
-from support import cleaning
 from support.commands import Forked, assert_refused, forked
-from support.stored_corpora import build, write_files
-from support.stores import RefusedLater, serving
+from support.data import cleaning
+from support.data.stored_corpora import build, write_files
+from support.data.stores import RefusedLater, serving
 from support.waiting import wait_until
 
 from data_utils.common.errors import DataError

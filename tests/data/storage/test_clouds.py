@@ -4,11 +4,11 @@ import gzip
 
 import pyarrow.fs
 import pytest
-from support import cleaning
-from support.cloud_stores import ACCOUNT, KEY, serving_cloud
 from support.commands import forked
-from support.corpora import build as build_dataset
-from support.stored_corpora import build, corpus_files, lines, write_files
+from support.data import cleaning
+from support.data.cloud_stores import ACCOUNT, KEY, serving_cloud
+from support.data.corpora import build as build_dataset
+from support.data.stored_corpora import build, corpus_files, lines, write_files
 
 from data_utils.common.errors import DataError, UserError
 from data_utils.corpus.inputs import expand_inputs

@@ -8,8 +8,8 @@ import signal
 import numpy as np
 import pytest
 from support.commands import forked, python
-from support.corpora import build
-from support.stores import serving
+from support.data.corpora import build
+from support.data.stores import serving
 from support.waiting import wait_until
 
 from data_utils.common import files

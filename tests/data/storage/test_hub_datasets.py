@@ -8,9 +8,9 @@ import types
 import pytest
 from huggingface_hub import errors
 from huggingface_hub.hf_api import RepoFile
+from support.data.stored_corpora import build, corpus_files, write_files
+from support.data.stores import COMMIT, serving
 from support.project import ROOT
-from support.stored_corpora import build, corpus_files, write_files
-from support.stores import COMMIT, serving
 
 from data_utils.common.errors import DataError
 from data_utils.corpus.inputs import expand_inputs
@@ -23,7 +23,7 @@ from pathlib import Path
 from data_utils.common.errors import run_command
 from data_utils.storage import objects
 objects.RETRY_POLICY = objects.RetryPolicy(first_wait=0.001)
-from support.stored_corpora import build
+from support.data.stored_corpora import build
 if __name__ == '__main__':
     run_command(lambda: build(sys.argv[5:], Path(sys.argv[3]), workers=int(sys.argv[4])) and None)
 """

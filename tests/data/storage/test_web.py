@@ -8,12 +8,12 @@ import subprocess
 import sys
 
 import pytest
-from support.builds import finished_shards
-from support.byte_tokenizer import ByteTokenizer
+from support.data.builds import finished_shards
+from support.data.byte_tokenizer import ByteTokenizer
+from support.data.stored_corpora import NAMES, build, corpus_files, dataset_bytes, lines, write_files
+from support.data.stores import serving
 from support.project import ROOT
 from support.selection import slow_but
-from support.stored_corpora import NAMES, build, corpus_files, dataset_bytes, lines, write_files
-from support.stores import serving
 from support.waiting import wait_until
 
 from data_utils.build.config import BuildConfig
@@ -65,7 +65,7 @@ def test_a_killed_build_goes_on_with_what_is_missing(tmp_path):
             "import sys; sys.path[:0] = sys.argv[1:3]\n"
             "from pathlib import Path; from data_utils.storage import objects\n"
             "objects.RETRY_POLICY = objects.RetryPolicy(first_wait=0.001)\n"
-            "from support.stored_corpora import build\n"
+            "from support.data.stored_corpora import build\n"
             "if __name__ == '__main__': build(sys.argv[4:], Path(sys.argv[3]), workers=2)"
         )
         script = tmp_path / "program.py"

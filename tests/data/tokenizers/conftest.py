@@ -1,7 +1,7 @@
 """Tokenizers of every kind, loaded once."""
 
 import pytest
-from support.tokenizer_files import KIND_OF
+from support.data.tokenizer_files import KIND_OF
 
 from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
 

@@ -12,10 +12,10 @@ from functools import partial
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from support.builds import build, finished_shards, outputs
 from support.commands import forked
-from support.corpora import to_jsonl
-from support.tokenizer_files import CORPUS, KIND_OF, LITERALS, byte_bpe_json, texts, write_all
+from support.data.builds import build, finished_shards, outputs
+from support.data.corpora import to_jsonl
+from support.data.tokenizer_files import CORPUS, KIND_OF, LITERALS, byte_bpe_json, texts, write_all
 
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.tokenizers.fast import package_encoders

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from support.tokenizer_files import CORPUS, byte_bpe_json, unigram_json, write_gpt2
+from support.data.tokenizer_files import CORPUS, byte_bpe_json, unigram_json, write_gpt2
 from transformers import AlbertTokenizer, RobertaTokenizer, T5Tokenizer, XLNetTokenizer
 
 from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer

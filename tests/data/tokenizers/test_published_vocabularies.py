@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import sentencepiece
 import tokenizers
-from support.tokenizer_files import (
+from support.data.tokenizer_files import (
     BYTE_SYMBOLS,
     CORPUS,
     bert_vocab,

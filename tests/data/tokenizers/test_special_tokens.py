@@ -6,7 +6,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from support.tokenizer_files import (
+from support.data.tokenizer_files import (
     BYTE_SYMBOLS,
     CORPUS,
     KIND_OF,

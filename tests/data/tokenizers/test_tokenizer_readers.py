@@ -4,7 +4,7 @@ import json
 
 import pytest
 import tokenizers
-from support.tokenizer_files import (
+from support.data.tokenizer_files import (
     BERT_SPECIALS,
     BYTE_SYMBOLS,
     byte_bpe_json,

@@ -11,7 +11,7 @@ import sentencepiece
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.tokenizer_files import (
+from support.data.tokenizer_files import (
     KIND_OF,
     bert_vocab,
     texts,

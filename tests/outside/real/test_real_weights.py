@@ -18,9 +18,9 @@ import torch
 import transformers
 import yaml
 from support import real_packages
-from support.class_losses import trained_losses
-from support.class_tuning import classification_loss, initial_head, tuned_losses
 from support.commands import forked
+from support.hf.class_losses import trained_losses
+from support.hf.class_tuning import classification_loss, initial_head, tuned_losses
 from support.real_packages import MINILM, RXNFP, RXNMAPPER, folder_of
 
 from data_utils.common.setting_files import load_yaml
