@@ -118,8 +118,8 @@ EMBEDDINGS = (
     Plant(
         "a positive that equals its query is left out",
         LOSSES,
-        "to_documents.masked_fill(left_out & ~is_positive, -torch.inf)",
-        "to_documents.masked_fill(left_out, -torch.inf)",
+        "to_documents.masked_fill(excluded & ~is_positive, -torch.inf)",
+        "to_documents.masked_fill(excluded, -torch.inf)",
         (f"{LAYOUTS}::test_one_process_equals_plain_torch[cls-twice]",),
     ),
     Plant(
