@@ -34,6 +34,7 @@ from data_utils.objectives.blank_infilling.config import (
     poisson_length_table,
 )
 from data_utils.objectives.blank_infilling.spans import (
+    Drawn,
     SpanScratch,
     draw_document_span,
     draw_sentences,
@@ -80,9 +81,7 @@ def _fill_example(row, chunk, sample, tables, settings):
         elif objective == SENTENCE:
             count = draw_sentences(tables, text, use_fewest, settings)
         else:
-            count = draw_token_spans(
-                tables, text, chunk.unit_start, available, is_single, use_fewest, settings
-            )
+            count = draw_token_spans(tables, chunk, available, is_single, use_fewest, settings)
             cut = tokens_to_cut(text, count, available)
         # Each span adds a mask to part A and a sop to part B.
         if count >= 0 and n + 2 * count - cut <= available:
@@ -93,7 +92,7 @@ def _fill_example(row, chunk, sample, tables, settings):
     if settings.shuffle_spans:
         shuffle(rng, scratch.order, count)
     rest = Chunk(text[: len(text) - cut], chunk.unit_start, chunk.document, chunk.offset, chunk.limit)
-    return write_example(row, rest, count, objective, is_tail, tables, settings)
+    return write_example(row, rest, Drawn(objective, is_tail, count), tables, settings)
 
 
 @entry_point
@@ -141,7 +140,7 @@ def _write_example_with(row, text, starts, ends, order, objective, is_tail, tabl
         scratch.order[i] = order[i]
     seed_rng(tables.rng, settings.key, 0, 0, 1)
     chunk = Chunk(text, tables.sentence_end, 0, 0, row.shape[1])
-    return write_example(row, chunk, count, objective, is_tail, tables, settings)
+    return write_example(row, chunk, Drawn(objective, is_tail, count), tables, settings)
 
 
 @register

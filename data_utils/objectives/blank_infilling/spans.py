@@ -47,6 +47,14 @@ class SpanScratch(NamedTuple):
     candidates: np.ndarray  # what can be chosen
 
 
+class Drawn(NamedTuple):
+    """What was drawn for an Example; the spans themselves are in the SpanScratch."""
+
+    objective: int  # TOKEN, SENTENCE or DOCUMENT
+    is_tail: bool  # the span is the end of the text
+    spans: int  # their number
+
+
 @inlined
 def with_scratch(tables):
     """As in compiled.py, with a SpanScratch."""
@@ -117,19 +125,19 @@ def _find_words(word_starts, is_word_start, maskable):
 
 
 @inlined
-def draw_token_spans(tables, text, is_word_start, available, is_single, use_fewest, settings):
+def draw_token_spans(tables, chunk, available, is_single, use_fewest, settings):
     """Draw short spans that mask the ratio of the text, or as much as the gaps allow. Returns their count, -1: failed.
 
     Lengths and the ratio count units: tokens or words. Where the spans need more than the `available` row tokens, they
     are placed in a shorter text.
     """
-    rng, scratch = tables.rng, tables.scratch
+    rng, scratch, text = tables.rng, tables.scratch, chunk.text
     n, maskable = len(text) + 1, maskable_length(text, settings)  # n: tokens with CLS
     if maskable == 0:
         return 0
     units = maskable
     if settings.whole_words:
-        units = _find_words(scratch.word_starts, is_word_start, maskable)
+        units = _find_words(scratch.word_starts, chunk.unit_start, maskable)
     longest = settings.longest_token_span
     most = units - units // (longest + 1)  # one unit in every longest + 1 is a gap
     target = min(max(1, int(settings.masked_ratio * (n - maskable + units))), most)
@@ -261,16 +269,20 @@ def _write_in_place(row, chunk, count, scratch, settings):
 
 
 @inlined
-def _write_part_a(row, chunk, count, objective, scratch, settings):
+def _write_part_a(row, chunk, drawn, scratch, settings):
     """CLS and the text with one mask per span, whose places go to scratch.mask_at. Returns the end of part A."""
     mask = (
-        settings.mask if objective == TOKEN else settings.smask if objective == SENTENCE else settings.gmask
+        settings.mask
+        if drawn.objective == TOKEN
+        else settings.smask
+        if drawn.objective == SENTENCE
+        else settings.gmask
     )
     text, offset = chunk.text, chunk.offset
     row[TOKENS, offset] = settings.cls
     # One mask stands for each span, whatever its length, so that part A does not give lengths away.
     at, last = offset + 1, 0
-    for i in range(count):
+    for i in range(drawn.spans):
         between = scratch.starts[i] - last
         copy_range(row[TOKENS], at, at + between, text, last)
         at += between
@@ -283,11 +295,11 @@ def _write_part_a(row, chunk, count, objective, scratch, settings):
 
 
 @inlined
-def _write_part_b(row, part_b, chunk, count, objective, is_tail, tables, settings):
+def _write_part_b(row, part_b, chunk, drawn, tables, settings):
     """The spans in `scratch.order`: sop + span -> span + eop; a tail has no eop. Returns the end."""
     tokens, scratch = row[TOKENS], tables.scratch
     at = part_b
-    for k in range(count):
+    for k in range(drawn.spans):
         span = scratch.order[k]
         start = scratch.starts[span]
         length = scratch.ends[span] - start
@@ -306,13 +318,13 @@ def _write_part_b(row, part_b, chunk, count, objective, is_tail, tables, setting
         copy_range(tokens, at + 1, at + 1 + length, chunk.text, start)
         copy_range(row[TARGETS], at, at + length, chunk.text, start)
         end = at + length
-        if not is_tail:
+        if not drawn.is_tail:
             row[TARGETS, end] = settings.eop
             end += 1
         set_range(row[POSITION_IDS], at, end, position)
         count_up(row[BLOCK_POSITION_IDS], at, end, 1)
         at = end
-        if objective == TOKEN and settings.block_mask_below > 0:
+        if drawn.objective == TOKEN and settings.block_mask_below > 0:
             for j in range(at - length, at):
                 if chance(tables.rng, settings.block_mask_below):
                     tokens[j] = settings.dblock
@@ -346,16 +358,16 @@ def _mask_context(row, part_b, chunk, count, tables, settings):
 
 
 @inlined
-def write_example(row, chunk, count, objective, is_tail, tables, settings):
+def write_example(row, chunk, drawn, tables, settings):
     """Write the Example with the spans in the scratch to row[chunk.offset:], except for zeros. Returns its end."""
     offset = chunk.offset
     if settings.masked_lm:
-        part_b = end = _write_in_place(row, chunk, count, tables.scratch, settings)
+        part_b = end = _write_in_place(row, chunk, drawn.spans, tables.scratch, settings)
     else:
-        part_b = _write_part_a(row, chunk, count, objective, tables.scratch, settings)
-        end = _write_part_b(row, part_b, chunk, count, objective, is_tail, tables, settings)
-        if objective == TOKEN and settings.context_mask_ratio > 0:
-            _mask_context(row, part_b, chunk, count, tables, settings)
+        part_b = _write_part_a(row, chunk, drawn, tables.scratch, settings)
+        end = _write_part_b(row, part_b, chunk, drawn, tables, settings)
+        if drawn.objective == TOKEN and settings.context_mask_ratio > 0:
+            _mask_context(row, part_b, chunk, drawn.spans, tables, settings)
     count_up(row[POSITION_IDS], offset, part_b, 0)
     if settings.random_position:
         # Positions that short texts never reach are trained as well: the whole Example moves by a random offset.
@@ -364,5 +376,5 @@ def write_example(row, chunk, count, objective, is_tail, tables, settings):
         for i in range(offset, stop):
             row[POSITION_IDS, i] += shift
     set_range(row[DOC], offset, end, chunk.document)
-    set_range(row[OBJECTIVE], offset, end, objective)
+    set_range(row[OBJECTIVE], offset, end, drawn.objective)
     return end
