@@ -90,9 +90,6 @@ class PhasePlan:
     def _check_lengths(self, config: Config) -> None:
         """Raise ConfigError for lengths and regions that exclude each other or contradict the run."""
         lengths = {each.data.sequence_length for each in self.configs}
-        row_lengths = {each.row_length for each in self.configs}
-        # The run's micro-batch too, since the pipeline is made from it.
-        micro_batches = {each.batch.micro_batch_size for each in (config, *self.configs)}
         self._reads_regions = len(lengths) > 1 or config.data.region > 0
         packing = [
             choice.name
@@ -109,17 +106,6 @@ class PhasePlan:
             not self._reads_regions or min(lengths) >= MIN_SEQUENCE_LENGTH,
             f"the phases have samples of {min(lengths)} tokens; with phases that change sequence_length, or "
             f"with data.region, samples need at least {MIN_SEQUENCE_LENGTH} tokens.",
-        )
-        has_stages = config.parallel.pipeline_parallel_size > 1
-        check(
-            len(row_lengths) == 1 or not has_stages,
-            f"the phases have sequences of {', '.join(map(str, sorted(row_lengths)))} tokens, but pipeline stages "
-            f"need a single size; set data.row_length to {max(row_lengths)}, or pipeline_parallel_size to 1.",
-        )
-        check(
-            len(micro_batches) == 1 or not has_stages,
-            f"the phases have micro-batches of {', '.join(map(str, sorted(micro_batches)))} samples, but "
-            "pipeline stages need a single size; set batch.micro_batch_size once, outside phases.",
         )
 
     def _tokens(self, step: int) -> int:

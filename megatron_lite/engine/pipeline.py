@@ -388,6 +388,7 @@ class PipelineEngine(Engine):
         named = self._stages.global_names(config.model.total_layers)
         initialize_parameters(named.items(), config.model, config.training.seed, parallel)
         super().__init__(self._stages, named, config, context, mpu=None)
+        self._tokens = 0  # of the micro-batch whose shape the stages know
 
     def _set_options(self, model: ModelConfig) -> None:
         super()._set_options(model)
@@ -403,6 +404,7 @@ class PipelineEngine(Engine):
         self._stages.fill(micro_batches, scale, gradients)
         # All at once: a stage has no call between its layers where it could wait for each.
         self._zero.wait_for_weights()
+        self._expect(micro_batches)
         self._engine.train_batch(self._nothing())
         return self._result(self._stages.objective_sums + of_pairs)
 
@@ -434,7 +436,15 @@ class PipelineEngine(Engine):
     def _evaluate(self, micro_batches: Sequence[MicroBatch]) -> None:
         self._stages.fill(micro_batches)
         self._zero.wait_for_weights()
+        self._expect(micro_batches)
         self._engine.eval_batch(self._nothing(), num_micro_batches=len(micro_batches))
+
+    def _expect(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Let the stages exchange the shape of the next hidden states where it is another: of a phase, or an evaluation."""
+        tokens = len(micro_batches[0].tokens)
+        if tokens != self._tokens:
+            self._engine.reset_activation_shape()
+            self._tokens = tokens
 
     def _nothing(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Placeholders for DeepSpeed's inputs and labels of each micro-batch: the stages get theirs elsewhere."""

@@ -111,14 +111,19 @@ def test_each_step_reads_the_samples_of_its_phase(phased):
     ],
 )
 def test_batches_change_in_every_layout(phased, tmp_path, ranks, parallel):
+    """Lengths of rows too, between phases and in evaluations."""
+    phased = merge(phased, {"training": {"eval_interval": 5}})
+    lengths = [each.row_length for each in build(Config, phased).phase_plan.configs]
+    assert lengths[1] > lengths[2]
     run_ranks(fit, 1, phased)
-    rows = {"data": {"row_length": 80}} if "pipeline_parallel_size" in parallel else {}
-    other = merge(directory_of(phased, tmp_path / "other"), {"parallel": parallel, **rows})
+    other = merge(directory_of(phased, tmp_path / "other"), {"parallel": parallel})
     run_ranks(fit, ranks, other, parallel=ParallelConfig(**parallel))
     expected, found = (records(tree["run"]["directory"]) for tree in (phased, other))
     assert found.keys() == expected.keys() == set(range(1, 7))
     for step, values in expected.items():
         assert found[step] == pytest.approx(values, rel=1e-4), step
+    expected, found = (records(tree["run"]["directory"], "validation") for tree in (phased, other))
+    assert found[5] == pytest.approx(expected[5], rel=1e-4)
 
 
 @pytest.mark.parametrize("region", [pytest.param(0, marks=pytest.mark.slow), 128])

@@ -10,6 +10,7 @@ from support.training.training import fit, open_data, records
 from data_utils.common.batch_fields import DOC, PADDING_DOC, WEIGHTS
 from data_utils.common.settings import merge
 from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.hf.importing import import_directory
 from megatron_lite.inference.open_run import open_run
 from megatron_lite.inference.validation import ALL, one_process, validation_losses
 
@@ -61,6 +62,15 @@ def test_a_phase_has_its_base_in_training_evaluation_and_export(encoder, tmp_pat
             described["rope_parameters"][f"{kind}_attention"]["rope_theta"] for kind in ("full", "sliding")
         ]
         assert bases == [described["global_rope_theta"], described["local_rope_theta"]] == [base, LOCAL]
+
+    # The export goes on with a third base, from its weights.
+    given = {name: part for name, part in encoder.items() if name != "model"}
+    import_directory(tmp_path / "export6", tmp_path / "import", given | {"run": {}, "phases": []})
+    further = directory("further", training={"stop_after_step": 1}, model={"rotary_base": 900.0})
+    further = merge(further, {"checkpoint": {"initialize_from": str(tmp_path / "import")}})
+    run_ranks(fit, 1, further)
+    bases = open_run(tmp_path / "further").config.model
+    assert (bases.rotary_base, bases.rotary_base_local) == (900.0, LOCAL)
 
 
 def test_the_share_of_masks_falls_with_the_phases(encoder):
