@@ -224,7 +224,6 @@ def test_the_same_text_twice_differs_by_dropout_alone():
         Layout(pipeline=2, data=2, size=2),
         Layout(pipeline=2, tensor=2, size=1, pooling="cls", kind="twice"),
         Layout(data=2, size=2, system="t5"),
-        Layout(size=2, pooling="cls", kind="twice"),
         Layout(data=2, size=2, kind="teacher"),
         Layout(pipeline=2, size=2, kind="teacher"),
     ],

@@ -63,10 +63,12 @@ def last_weights(directory: Path):
     return load_weights(read_checkpoint(list_checkpoints(directory)[-1]))
 
 
-@pytest.mark.parametrize("kind", ["classification", "cloze"])
+@pytest.mark.parametrize("kind", ["classification", "cloze", "classification by a model of text pairs"])
 def test_a_task_is_learnt_from_initial_weights(tmp_path, kind):
     files = write_task(tmp_path / "task", **(CLOZE if kind == "cloze" else {}))
-    assert learn(files, tmp_path / "out", "finetune.epochs=12") is ExitStatus.FINISHED
+    lengths = [f"contrastive.{side}_length=32" for side in ("query", "document")]
+    options = ["objectives={contrastive: 1}", *lengths] if "pairs" in kind else []
+    assert learn(files, tmp_path / "out", "finetune.epochs=12", *options) is ExitStatus.FINISHED
     found = results(tmp_path / "out")
     (of_file,) = found["files"].values()
     assert of_file["mean"]["accuracy"] > 0.9 and of_file["samples"] == 32

@@ -27,6 +27,22 @@ def test_every_objective_has_a_form():
         assert found.loss() == OBJECTIVES[name].losses[0].number
 
 
+def test_a_run_of_text_pairs_has_the_form_of_its_texts():
+    for form, expected in (
+        ("bert", ("bert", "masked_lm")),
+        ("glm", ("glm", "blank_infilling")),
+        ("xlnet", ("bert", "xlnet")),
+        ("t5", ("encoder_decoder", "t5")),
+        ("bart", ("encoder_decoder", "bart")),
+        ("causal_cls", ("causal", "causal")),
+        ("causal_none", ("causal", "causal")),
+    ):
+        found = choose_input_format("auto", [choice("contrastive", form=form)])
+        assert (found.name, found.objective) == expected
+        own = OBJECTIVES["contrastive"].text_format_for(choice("contrastive", form=form).section)
+        assert found.writing.before == own.before
+
+
 def test_the_masks_that_a_run_has_learnt():
     def masks(**section):
         return choose_input_format("auto", [choice("blank_infilling", **section)]).masks

@@ -8,13 +8,15 @@ from data_utils.common.errors import DataError
 from data_utils.objectives.own_corpora import TEXT_PAIRS
 from megatron_lite.config.tree import Config
 from megatron_lite.models.text_pairs.batch import PairSamples
-from megatron_lite.transformer.build import ModelSpec
+from megatron_lite.transformer.build import ModelSpec, Samples
 
 
 class TextPairSpec(ModelSpec):
-    """A Transformer whose loss is of the vectors of texts, beside those of other objectives."""
+    """A Transformer whose loss is of the vectors of texts, beside those of other objectives; a task replaces all."""
 
-    def samples(self, config: Config, loader: Any, purpose: str) -> PairSamples:
+    def samples(self, config: Config, loader: Any, purpose: str) -> Samples:
+        if config.task is not None:
+            return super().samples(config, loader, purpose)
         section = next(c.section for c in config.objective_choices if c.section.own_corpora == TEXT_PAIRS)
         size = config.model.hidden_size
         for index in loader.mixtures[0].indexes:  # of all phases
@@ -29,7 +31,7 @@ class TextPairSpec(ModelSpec):
 
     def is_unused(self, name: str, config: Config) -> bool:
         has_others = any(c.section.own_corpora != TEXT_PAIRS for c in config.objective_choices)
-        if has_others:
+        if has_others or config.task is not None:
             return super().is_unused(name, config)
         of_decoder = ("decoder_embedding.", "decoder_relative_bias.", "final_layernorm.")
         if not config.model.decoder_layers:

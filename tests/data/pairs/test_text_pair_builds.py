@@ -185,7 +185,7 @@ def test_named_columns_may_be_nested(tmp_path):
         assert texts_of(prefix) == [["a", "b", "c", "d"]]
 
 
-@pytest.mark.parametrize("name", ["texts.jsonl", "texts.parquet", "texts.csv"])
+@pytest.mark.parametrize("name", ["texts.jsonl", "texts.parquet"])
 def test_a_text_may_be_its_own_positive(tmp_path, name):
     records = [{"query": text, "positive": "c", "negatives": [], "score": 0.5} for text in ("a", "b")]
     prefix = made(tmp_path, records, name, positive_column="query", negatives=0)
