@@ -117,6 +117,12 @@ class ModelConfig:
         "length], such as [8, 1, 4, 8192]; [] = off.",
     )
     query_key_norm: bool = setting(False, "RMSNorm on the queries and keys of each head (Qwen3).")
+    query_key_norm_over: str = setting(
+        "head",
+        "What query_key_norm norms: each head by itself, or the queries of all heads together and the keys of all "
+        "(OLMoE; not with tensor parallelism).",
+        one_of=("head", "all"),
+    )
     attention_window: int = setting(
         0,
         "Sliding window: local layers attend to tokens at most this many positions away (ModernBERT: 64); 0"
@@ -341,7 +347,7 @@ class ModelConfig:
         """Whether fused_block.py can compute the blocks."""
         others = self.decoder_layers, self.sandwich_norm, self.adapter_size, self.activation_dropout
         is_plain = self.norm == "pre" and self.share_layers == self.relative == "none" and not any(others)
-        return is_plain and self.lora is None and self.experts is None
+        return is_plain and self.lora is None and self.experts is None and self.query_key_norm_over == "head"
 
     @property
     def has_position_tables(self) -> bool:
@@ -497,6 +503,12 @@ def _check_norms(model: ModelConfig) -> None:
     check(
         model.norm_bias or not model.rms_norm,
         "model.norm_bias is false with model.rms_norm, but RMSNorm has no bias; remove one of them.",
+    )
+
+    check(
+        model.query_key_norm or model.query_key_norm_over == "head",
+        f"model.query_key_norm_over is {model.query_key_norm_over}, but query_key_norm is false; set it to true, or "
+        "query_key_norm_over to head.",
     )
 
 

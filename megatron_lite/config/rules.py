@@ -262,6 +262,11 @@ def _check_parallel_sizes(config: Config) -> None:
         f"({tp}); choose a divisor of {model.key_value_heads}.",
     )
     check(
+        tp == 1 or model.query_key_norm_over == "head",
+        f"parallel.tensor_parallel_size is {tp} with model.query_key_norm_over {model.query_key_norm_over}, which "
+        "needs all heads on a rank; set tensor_parallel_size to 1.",
+    )
+    check(
         pp <= model.total_layers,
         f"parallel.pipeline_parallel_size ({pp}) exceeds model.num_layers ({model.num_layers}) + "
         f"decoder_layers ({model.decoder_layers}); each stage needs at least one block.",

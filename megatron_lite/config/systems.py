@@ -76,6 +76,10 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
         **_QWEN, "num_key_value_heads": 4, "head_dim": 128, "query_key_norm": True, "experts": {"scores": "softmax"},
     },
+    "olmoe": {
+        **_LLAMA, "query_key_norm": True, "query_key_norm_over": "all",
+        "experts": {"scores": "softmax", "normalized": False},
+    },
     "eurobert": {**_LLAMA, "rotary_base": 2.5e5, "max_position": 8191},
     "neobert": {**_LLAMA, "head_bias": True, "init": "uniform"},
     "modernbert": _MODERNBERT,
@@ -126,7 +130,7 @@ FIXED: dict[str, dict[str, Any]] = {name: {"activation": "gelu_erf"} for name in
 # Systems whose classes read a text from left to right.
 CAUSAL = (
     "gpt", "gpt2", "llama", "mistral", "qwen2", "qwen3", "modernbert_decoder", "glm4", "glm4_0414",
-    "glm4_moe", "qwen3_moe",
+    "glm4_moe", "qwen3_moe", "olmoe",
 )  # fmt: skip
 ENCODER_DECODERS = ("bart", "mass", "t5", "t5_1_1", "mt5")
 _GLMS = ("glm", "glm130b")

@@ -99,14 +99,17 @@ def final_layernorm(config: ModelConfig) -> nn.Module:
 
 
 class HeadNorms(nn.Module):
-    """Queries and keys over their root mean square, each head by itself, with a scale that the heads share (Qwen3)."""
+    """Queries and keys over their root mean square: each head by itself, with a scale that the heads share (Qwen3), or
+    all heads together (OLMoE)."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel):
         super().__init__()
         size, epsilon = config.head_size, config.layernorm_epsilon
+        self.is_over_all = config.query_key_norm_over == "all"
+        counts = (config.num_attention_heads, config.key_value_heads) if self.is_over_all else (1, 1)
         # Marked as not partial: `scales` sums the gradient of this rank's heads over the ranks.
         self.query_layernorm, self.key_layernorm = (
-            RMSNorm(size, epsilon, TensorParallel()) for _ in range(2)
+            RMSNorm(count * size, epsilon, TensorParallel()) for count in counts
         )
         self.parallel, self.epsilon = parallel, epsilon
 
@@ -119,7 +122,7 @@ class HeadNorms(nn.Module):
         queries = heads.shape[1] - 2 * key_value_heads
         *query_key, values = heads.split([queries, key_value_heads, key_value_heads], dim=1)
         normed = [
-            F.rms_norm(x, x.shape[-1:], scale, self.epsilon)
+            F.rms_norm(x.flatten(1) if self.is_over_all else x, scale.shape, scale, self.epsilon).view_as(x)
             for x, scale in zip(query_key, self.scales(), strict=True)
         ]
         return torch.cat([*normed, values], dim=1)

@@ -101,6 +101,8 @@ def prepare_qkv(
     Queries and keys are normed and rotated, then queries multiplied by `factor`. Each of the K keys and values is
     repeated for the H / K queries of its group.
     """
+    if norms is not None and norms.is_over_all:  # no kernel sees a whole token
+        heads, norms = norms(heads, key_value_heads), None
     groups, rest = divmod(heads.shape[1] - 2 * key_value_heads, key_value_heads)
     assert rest == 0, "configuration checks that heads divide"
     if rotary is None and norms is None and groups == 1 and factor == 1.0:

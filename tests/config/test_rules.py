@@ -20,6 +20,7 @@ from support.rules import RULES
 from data_utils.common.errors import ConfigError
 from data_utils.common.settings import range_text
 from megatron_lite.config import deepspeed_options as deepspeed_module
+from megatron_lite.config import experts as experts_module
 from megatron_lite.config import finetuning as finetuning_module
 from megatron_lite.config import lora as lora_module
 from megatron_lite.config import model as model_module
@@ -107,7 +108,7 @@ def test_no_rule_lacks_a_test(tmp_path, monkeypatch):
         except ConfigError as error:
             frames = traceback.extract_tb(error.__traceback__)
             fired |= {(frame.filename, frame.lineno) for frame in frames}
-    sections = model_module, sections_module, deepspeed_module
+    sections = model_module, sections_module, deepspeed_module, experts_module
     for module in (config_module, finetuning_module, lora_module, task_head_module, *sections):
         for line, source in rule_lines(module).items():
             assert (module.__file__, line) in fired, f"no test fires line {line}: {source}"

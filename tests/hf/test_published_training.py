@@ -55,7 +55,7 @@ def ours(context, run, batches, options):
                 *(("bert", 2), ("gpt2", 1), ("bart", 1), ("glm4", 1), ("qwen3", 2), ("neobert", 1)),
                 *(("deberta_v3", 2), ("llama", 1), ("mistral", 1), ("qwen2", 1), ("eurobert", 1)),
                 *(("xlm_roberta", 1), ("camembert", 1), ("t5_1_1", 1), ("mt5", 1), ("modernbert", 1)),
-                *(("modernbert_decoder", 1), ("deberta_v3", 1), ("qwen3_moe", 1)),
+                *(("modernbert_decoder", 1), ("deberta_v3", 1), ("qwen3_moe", 1), ("olmoe", 1)),
             )
         ),
     ],

@@ -16,6 +16,10 @@ TINY = ROOT / "configs/tiny.yaml"
 TASK = "task={name: one, kind: classification, reader: jsonl}"
 
 
+EXPERTS = "count: 8, width: 16"
+MIXTURE = ("model.experts={count: 8, width: 16, per_token: 2}", "model.biases=none")
+
+
 def over(*overrides: str) -> partial[Any]:
     return partial(tiny, *overrides)
 
@@ -732,6 +736,77 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
                 "to none",
             )
         ),
+    ),
+    "norms of all heads without norms": (
+        over("model.query_key_norm_over=all"),
+        ("model.query_key_norm_over is all", "query_key_norm is false"),
+    ),
+    "norms of all heads on several ranks": (
+        over("model.query_key_norm=true", "model.query_key_norm_over=all", "parallel.tensor_parallel_size=2"),
+        ("tensor_parallel_size is 2", "needs all heads on a rank", "set tensor_parallel_size to 1"),
+    ),
+    "more experts of a token than there are": (
+        over(f"model.experts={{{EXPERTS}, per_token: 9}}"),
+        ("per_token (9) exceeds model.experts.count (8)", "lower it"),
+    ),
+    "groups that do not divide the experts": (
+        over(f"model.experts={{{EXPERTS}, per_token: 2, groups: 3}}"),
+        ("groups is 3 with count 8", "must divide count"),
+    ),
+    "groups kept of one": (
+        over(f"model.experts={{{EXPERTS}, per_token: 2, kept_groups: 2}}"),
+        ("kept_groups is 2 with groups 1", "set it to 1"),
+    ),
+    "biases of softmax": (
+        over(f"model.experts={{{EXPERTS}, per_token: 2, scores: softmax, biased: true}}"),
+        ("biased is true with scores softmax", "set biased to false"),
+    ),
+    "a rate of no biases": (
+        over(f"model.experts={{{EXPERTS}, per_token: 2, bias_rate: 0.1}}"),
+        ("bias_rate is 0.1, but biased is false",),
+    ),
+    "dense layers alone": (
+        over(f"model.experts={{{EXPERTS}, per_token: 2, dense_layers: 99}}"),
+        ("dense_layers (99) leaves no block with experts", "lower it"),
+    ),
+    "experts with biases": (
+        over(f"model.experts={{{EXPERTS}, per_token: 2}}", "model.biases=all"),
+        ("model.biases is all with model.experts", "set it to qkv or none"),
+    ),
+    "experts of a second stack": (
+        over(
+            "decoder={num_layers: 2, hidden_size: 64, num_attention_heads: 4, biases: none, "
+            f"experts: {{{EXPERTS}, per_token: 2}}}}"
+        ),
+        ("decoder.experts is set", "set it to null"),
+    ),
+    "experts on ranks without experts": (
+        over("parallel.expert_parallel_size=2"),
+        ("expert_parallel_size is 2 without model.experts", "set it to 1"),
+    ),
+    "experts that do not divide over the ranks": (
+        over(*MIXTURE, "parallel.expert_parallel_size=3"),
+        ("count (8) must be divisible by parallel.expert_parallel_size (3)",),
+    ),
+    "experts on ranks with another optimizer": (
+        over(*MIXTURE, "parallel.expert_parallel_size=2", "optimizer.kind=lamb"),
+        ("optimizer.kind is lamb with parallel.expert_parallel_size 2", "set expert_parallel_size to 1"),
+    ),
+    "experts at ZeRO 3": (
+        over(*MIXTURE, "parallel.zero_stage=3"),
+        ("zero_stage is 3 with model.experts", "set it to 1 or 2"),
+    ),
+    "experts that do not divide by width": (
+        over(*MIXTURE, "model.experts.width=9", "parallel.tensor_parallel_size=2"),
+        ("width (9) must be divisible by parallel.tensor_parallel_size (2)",),
+    ),
+    "experts of another model": (
+        over(*MIXTURE, "objectives={electra: 1}", "model.system=electra", "data.sequence_length=64"),
+        ("objectives has electra with model.experts", "set model.experts to null"),
+    ),
+    "experts on ranks that do not divide": (
+        lambda: tiny(*MIXTURE, "parallel.expert_parallel_size=2").parallel.data_parallel_size(3),
+        ("expert_parallel_size is 2", "must divide the 3 data-parallel ranks"),
     ),
     "lora without a rank": (
         over(TASK, "finetune.trained=lora"),

@@ -12,11 +12,9 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from data_utils.common.batch_fields import DOC, PADDING_DOC
-from data_utils.common.errors import ConfigError
 from data_utils.common.settings import build, merge
 from data_utils.objectives import LOSSES
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.tree import Config
 from megatron_lite.transformer.batch import Batch
 from megatron_lite.transformer.experts import Experts
 from megatron_lite.transformer.flops import parameter_count, step_flops
@@ -199,29 +197,3 @@ def test_flops_are_those_of_the_experts_that_compute():
     for other, added in ((many, 8 * router), (twice, 8 * router + 3 * per_expert)):
         assert step_flops(other, 10, 0, 0) - step_flops(few, 10, 0, 0) == 6 * 2 * 10 * added
     assert parameter_count(many) - parameter_count(few) == 2 * 8 * (per_expert + router)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model": {"experts": {"per_token": 9}}}, r"per_token \(9\) exceeds model.experts.count \(8\)"),
-        ({"model": {"experts": {"groups": 3}}}, "groups is 3 with count 8"),
-        ({"model": {"experts": {"kept_groups": 2}}}, "kept_groups is 2 with groups 1"),
-        ({"model": {"experts": {"scores": "softmax", "biased": True}}}, "biases are of sigmoid scores"),
-        ({"model": {"experts": {"bias_rate": 0.1}}}, "bias_rate is 0.1, but biased is false"),
-        ({"model": {"experts": {"dense_layers": 2}}}, r"dense_layers \(2\) leaves no block with experts"),
-        ({"model": {"biases": "all"}}, "model.biases is all with model.experts"),
-        ({"model": {"lora": {"rank": 2}}}, "model.lora is .* with model.experts"),
-        ({"model": {"share_layers": "all"}}, "model.share_layers is all with model.experts"),
-        ({"parallel": {"zero_stage": 3}}, "zero_stage is 3 with model.experts"),
-        (
-            {"model": {"experts": {"width": 9}, "ffn_size": 32}, "parallel": {"tensor_parallel_size": 2}},
-            r"width \(9\) must be divisible",
-        ),
-        ({"objectives": {"electra": 1}}, "objectives has electra with model.experts"),
-    ],
-)
-def test_what_experts_do_not_support_is_refused(changes, message):
-    tree = {"model": MODEL, "training": {"steps": 1}, "data": {"sequence_length": 32}}
-    with pytest.raises(ConfigError, match=message):
-        build(Config, merge(tree, changes))

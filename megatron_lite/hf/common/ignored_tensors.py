@@ -53,7 +53,7 @@ BUFFERS = (
     Ignored(("EncDecAttention.relative_attention_bias.weight",), "a table of distances that no layer reads"),
 )  # fmt: skip
 _BERTS, _ROBERTAS = ("bert", "ernie"), ("roberta", "xlm-roberta", "camembert")
-_LLAMAS = ("llama", "mistral", "qwen2", "qwen3", "eurobert", "glm", "glm4", "glm4_moe", "qwen3_moe")
+_LLAMAS = ("llama", "mistral", "qwen2", "qwen3", "eurobert", "glm", "glm4", "glm4_moe", "qwen3_moe", "olmoe")
 # Heads and layers that the class of a directory lacks and another class of the same system has.
 OTHER_CLASS_TENSORS = (
     Ignored(("pooler.dense.*",), "a layer on the first token", (*_BERTS, *_ROBERTAS, "electra", "deberta-v2")),

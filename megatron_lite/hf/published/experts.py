@@ -1,4 +1,4 @@
-"""The tables of GLM-4.5 and Qwen3-MoE, whose FFN is a mixture of experts (see system_table.py).
+"""The tables of GLM-4.5, Qwen3-MoE and OLMoE, whose FFN is a mixture of experts (see system_table.py).
 
 Files hold each expert by itself, as our checkpoints do; the classes of transformers 5 join them when they load.
 """
@@ -71,6 +71,13 @@ def _qwen(config: Any) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
+def _olmoe(config: Any) -> dict[str, Any]:
+    return {
+        "count": config.num_experts, "per_token": config.num_experts_per_tok, "width": config.intermediate_size,
+        "scores": "softmax", "normalized": config.norm_topk_prob,
+    }  # fmt: skip
+
+
 _SHARED_FIELDS: dict[str, Callable[[Any], Any]] = {
     "num_experts_per_tok": lambda e: e.per_token,
     "moe_intermediate_size": lambda e: e.width,
@@ -114,4 +121,22 @@ QWEN3_MOE: PublishedSystem = replace(
     ),
     required={**QWEN3.required, "decoder_sparse_step": 1},
     pretraining_class=lambda config: "Qwen3MoeForCausalLM", classes={"Qwen3MoeForCausalLM": "qwen3_moe"},
+)  # fmt: skip
+# The norms of its queries and keys are over all heads, whose features are reordered as those of the products.
+OLMOE: PublishedSystem = replace(
+    QWEN3,
+    model_type="olmoe",
+    rules=QWEN3_MOE.rules,
+    fields=(
+        *(field for field in QWEN3.fields if field.ours not in ("ffn_size", "head_dim")),
+        *_fields(
+            _olmoe,
+            {
+                "num_experts_per_tok": lambda e: e.per_token, "intermediate_size": lambda e: e.width,
+                "norm_topk_prob": lambda e: e.normalized, "num_experts": lambda e: e.count,
+            },
+        ),
+    ),
+    required={"attention_bias": False, "clip_qkv": None, "rope_parameters.rope_type": "default"},
+    pretraining_class=lambda config: "OlmoeForCausalLM", classes={"OlmoeForCausalLM": "olmoe"},
 )  # fmt: skip

@@ -24,7 +24,7 @@ from megatron_lite.hf.published.bert import (
     XLM_ROBERTA,
 )
 from megatron_lite.hf.published.encoder_decoders import BART, MT5, T5
-from megatron_lite.hf.published.experts import GLM4_MOE, QWEN3_MOE
+from megatron_lite.hf.published.experts import GLM4_MOE, OLMOE, QWEN3_MOE
 from megatron_lite.hf.published.glm4 import GLM4, GLM4_0414
 from megatron_lite.hf.published.gpt import GPT, GPT2
 from megatron_lite.hf.published.llama import LLAMAS
@@ -36,7 +36,7 @@ PUBLISHED: dict[str, PublishedSystem] = {  # by the model_type of config.json
     system.model_type: system
     for system in (
         *(BERT, ROBERTA, XLM_ROBERTA, CAMEMBERT, ELECTRA, DEBERTA, ALBERT, ERNIE, GPT, GPT2, XLNET, BART, T5, MT5),
-        *(*LLAMAS, NEOBERT, MODERNBERT, MODERNBERT_DECODER, GLM4, GLM4_0414, GLM4_MOE, QWEN3_MOE),
+        *(*LLAMAS, NEOBERT, MODERNBERT, MODERNBERT_DECODER, GLM4, GLM4_0414, GLM4_MOE, QWEN3_MOE, OLMOE),
     )
 }  # fmt: skip
 SYSTEMS_BY_NAME: dict[str, PublishedSystem] = {  # by `model.system`
@@ -63,7 +63,7 @@ SYSTEMS_BY_NAME: dict[str, PublishedSystem] = {  # by `model.system`
     "glm4": GLM4,
     "glm4_0414": GLM4_0414,
     "modernbert_decoder": MODERNBERT_DECODER,
-    **{system.model_type: system for system in (*LLAMAS, NEOBERT, MODERNBERT, GLM4_MOE, QWEN3_MOE)},
+    **{system.model_type: system for system in (*LLAMAS, NEOBERT, MODERNBERT, GLM4_MOE, QWEN3_MOE, OLMOE)},
 }
 
 

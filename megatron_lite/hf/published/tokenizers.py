@@ -29,7 +29,7 @@ _AFFIX_ROLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     **dict.fromkeys(("t5", "t5_1_1", "mt5"), ((), ("eos",))),
     "xlnet": ((), ("sep", "cls")),
     **dict.fromkeys(
-        ("gpt", "gpt2", "glm4", "glm4_0414", "glm4_moe", "qwen2", "qwen3", "qwen3_moe"), ((), ())
+        ("gpt", "gpt2", "glm4", "glm4_0414", "glm4_moe", "qwen2", "qwen3", "qwen3_moe", "olmoe"), ((), ())
     ),
     **dict.fromkeys(("llama", "mistral"), (("cls",), ())),
 }

@@ -28,7 +28,7 @@ CASES = {
     "t5": {"objectives": {"t5": 1}, "t5": {"sentinel_first": 399}},
     "bart": {"objectives": {"bart": 1}},
     "glm4": {"objectives": {"causal": 1}},
-    **{name: {"objectives": {"causal": 1}} for name in ("glm4_moe", "qwen3_moe")},
+    **{name: {"objectives": {"causal": 1}} for name in ("glm4_moe", "qwen3_moe", "olmoe")},
     "llama": {"objectives": {"causal": 1}},
     "qwen3": {"objectives": {"causal": 1}},
     "eurobert": {"objectives": {"masked_lm": 1}},
@@ -42,7 +42,7 @@ CASES = {
     "xlnet": {"objectives": {"xlnet": 1}},
 }
 OF_BYTES = {  # their tokenizers, of bytes: transformers reads no other files for these types -> special tokens
-    **{name: ["<|endoftext|>"] for name in ("glm4", "glm4_moe", "qwen2", "qwen3_moe")},
+    **{name: ["<|endoftext|>"] for name in ("glm4", "glm4_moe", "qwen2", "qwen3_moe", "olmoe")},
     "mistral": ["<|begin_of_text|>", "<|end_of_text|>"],
     **{
         key: ["[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]"]

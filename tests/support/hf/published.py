@@ -54,6 +54,7 @@ QWEN3_MOE = {
     "num_hidden_layers": 2, "moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3,
     "norm_topk_prob": True,
 }  # fmt: skip
+OLMOE = {"num_hidden_layers": 2, "intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3}
 FULL = {"sliding_window": None}
 # Windows shorter than the texts of a proof.
 MODERNBERT = {
@@ -228,6 +229,8 @@ CASES: dict[str, tuple[str, dict]] = {
         "Qwen3MoeForCausalLM",
         {**NARROW_LLAMA, **QWEN3_MOE, "mlp_only_layers": [0], "norm_topk_prob": False},
     ),
+    "olmoe": ("OlmoeForCausalLM", {**LLAMA, **OLMOE, "num_key_value_heads": 4}),
+    "olmoe, odd": ("OlmoeForCausalLM", {**ODD_LLAMA, **OLMOE, "norm_topk_prob": True}),
     "neobert": ("NeoBERTLMHead", NEOBERT),
     "neobert, odd": ("NeoBERTLMHead", ODD_NEOBERT),
     "neobert, another": ("NeoBERTLMHead", {**ODD_NEOBERT, "hidden_size": 20, "num_attention_heads": 2}),
