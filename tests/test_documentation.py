@@ -80,6 +80,14 @@ def test_the_citation_names_the_newest_version():
     assert (cited["version"], cited["license"]) == (project["version"], project["license"])
 
 
+def test_the_project_has_one_name():
+    name = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"]
+    assert (ROOT / "README.md").read_text(encoding="utf-8").startswith(f"# {name}\n")
+    assert f"\nsite_name: {name}\n" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert cited["title"].startswith(f"{name}: ")
+
+
 @pytest.mark.parametrize("name", [".github/workflows/ci.yml", ".gitlab-ci.yml"])
 def test_hosts_run_the_one_script(name):
     described = yaml.safe_load((ROOT / name).read_text(encoding="utf-8"))
