@@ -10,7 +10,8 @@ import pytest
 from support import parity
 from support.distributed import run_ranks
 from support.parity import Case
-from support.training.training import fit, parity_cases
+from support.training import parity_cases
+from support.training.training import fit
 
 from data_utils.common.settings import merge
 from megatron_lite.config.sections import ParallelConfig

@@ -14,9 +14,9 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from support import parity
 from support.distributed import run_ranks
 from support.parity import Case, Outcome, compare_weights, run_step
+from support.training import parity_cases
 from support.training.parity_cases import with_optimizer
 from support.training.stub_engine import StubEngine
-from support.training.training import parity_cases
 from support.transformer.optimizers import ALL, Ours, Plain, blocks, decays, fused, newton_schulz
 from torch import nn
 

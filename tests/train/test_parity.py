@@ -13,7 +13,7 @@ from support import parity
 from support.distributed import run_ranks
 from support.parity import Case, by_layout, outcomes_of
 from support.selection import slow_but
-from support.training.training import parity_cases
+from support.training import parity_cases
 
 from data_utils.common.errors import ConfigError
 from megatron_lite.config.sections import ParallelConfig

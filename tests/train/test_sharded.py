@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.distributed import run_ranks
+from support.training import parity_cases
 from support.training.engines import tree
 from support.training.fake_ranks import fake_context
-from support.training.training import parity_cases
 from support.transformer.batches import prefix_batch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
