@@ -47,6 +47,19 @@ def test_tables_of_records_have_the_dates_of_their_commits(name, history):
     assert {commit: date_of(commit, history) for commit, _ in dated} == dict(dated)
 
 
+def test_the_readme_counts_what_the_records_have():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    bugs = (ROOT / "docs/records/planted_bugs.md").read_text(encoding="utf-8")
+    layouts = (ROOT / "docs/records/parity.md").read_text(encoding="utf-8")
+    (caught,) = re.findall(r"^(\d+ of \d+) bugs are caught", bugs, re.M)
+    cases, shipped = (
+        sum(map(int, re.findall(r"^(\d+) cases", layouts, re.M))),
+        bugs.count("](https://github.com/"),
+    )
+    assert f"[{caught} planted bugs]" in text and f", {shipped} of them from other" in text
+    assert f"| {cases} combinations" in text
+
+
 def test_commits_that_nobody_can_check_out_are_found(history):
     text = "Commit 623c4c63-dirty; commits 0000beef and 6616166 (2026-11-23), not 12,345,678 nor x#1234567 or 7d2aeda8."
     assert [date_of(found, history) for found in hashes(text)] == [None, None, "2026-11-23"]
