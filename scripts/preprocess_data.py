@@ -158,13 +158,14 @@ def parse_arguments() -> argparse.Namespace:
         "not (negatives), of columns of JSON lines or tables"
     )
     add("--text-pairs", action="store_true", help=text)
-    text = "column of the {}; default: {}"
-    for role, common in (
-        ("query", "query, anchor, question or sentence1"),
-        ("positive", "positive, positives, pos, document, answer or sentence2; a list makes several records"),
-        ("score", "score, if there is one"),
-    ):
-        add(f"--{role}-column", metavar="NAME", help=text.format(role, common))
+    text = "column of the query; default: query, anchor, question or sentence1"
+    add("--query-column", metavar="NAME", help=text)
+    text = (
+        "column of the positive, which may be that of the query (SimCSE); default: positive, positives, pos, document, "
+        "answer or sentence2; a list makes several records"
+    )
+    add("--positive-column", metavar="NAME", help=text)
+    add("--score-column", metavar="NAME", help="column of the score; default: score, if there is one")
     text = "columns of negatives, texts or lists; default: negative, negatives, neg, and negative_1, negative_2, ..."
     add("--negative-columns", nargs="+", default=[], metavar="NAME", help=text)
     text = "text before each query, as part of it, such as 'query: '"

@@ -185,7 +185,6 @@ def test_bad_files_of_names_are_refused(tmp_path, content, message):
             "--second-key is given without --labels, which it is for; give both or neither",
         ),
         ({"labels": "f"}, "--labels is given without --second-key"),
-        ({"second_key": "text", "labels": "f"}, "--second-key and --text-key are both 'text'"),
         (
             {"markers": "f", "capitals": True},
             "--capitals is given with --markers, but a dataset",

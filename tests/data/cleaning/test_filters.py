@@ -56,7 +56,12 @@ def filtered(name, texts):
 
 
 @pytest.mark.parametrize(
-    "names", [[name] for name in FILTERS] + [["c4", "fineweb"], ["fineweb", "c4"]], ids="-".join
+    "names",
+    slow_but(
+        [["gopher_quality"], ["gopher_repetition"], ["c4_paragraphs"], ["c4", "fineweb"]],
+        [[name] for name in FILTERS] + [["c4", "fineweb"], ["fineweb", "c4"]],
+    ),
+    ids="-".join,
 )
 def test_filters_equal_datatroves_classes(tmp_path, names):
     """Texts, removals by reason, bytes, and examples; several run in the order of the recipe."""

@@ -16,6 +16,7 @@ from support.commands import forked
 from support.data.builds import build, finished_shards, outputs
 from support.data.corpora import to_jsonl
 from support.data.tokenizer_files import CORPUS, KIND_OF, LITERALS, byte_bpe_json, texts, write_all
+from support.selection import slow_but
 
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.tokenizers.fast import package_encoders
@@ -130,7 +131,7 @@ def test_ids_are_the_librarys(files, stand_ins, name):
     check(tokenizer, library, [""])
 
 
-@pytest.mark.parametrize("name", PACKAGE_OF)
+@pytest.mark.parametrize("name", slow_but(["json", "bert"], PACKAGE_OF))
 @pytest.mark.parametrize("trigger", ["\u0897\u302e", "x" * 101])
 def test_a_package_with_other_ids_is_refused(files, stand_ins, name, trigger):
     stand_ins(trigger)
