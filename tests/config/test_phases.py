@@ -133,7 +133,11 @@ def test_a_phase_has_its_own_peak():
         ),
         ([{"steps": 4}, {"sequence_length": 31}], {}, ["samples of 31 tokens", "at least 32"]),
         ([], {"data": {"train": TRAIN, "region": 63}}, ["data.region (63)", "sequence_length (64)"]),
-        ([{"steps": 4}, {"rotary_base": 1e5}], {}, ["phases[1].rotary_base is 100000.0", "no rotary positions"]),
+        (
+            [{"steps": 4}, {"rotary_base": 1e5}],
+            {},
+            ["phases[1].rotary_base is 100000.0", "no rotary positions"],
+        ),
     ],
 )
 def test_contradictions_are_refused_in_one_line(phases, settings, words):

@@ -68,7 +68,9 @@ def test_losses_match_the_class(case, ranks, tmp_path):
     of_run, of_class = OTHER_BASE.get(case, ({}, {}))
     actual = run_ranks(ours, ranks, tmp_path / "run", batches, of_run, parallel=layout)[0]
     described = json.loads((tmp_path / "original/config.json").read_text())
-    expected = trained_losses(model_of(case, described["vocab_size"], **of_class), batches, LR, **TREE["optimizer"])
+    expected = trained_losses(
+        model_of(case, described["vocab_size"], **of_class), batches, LR, **TREE["optimizer"]
+    )
     assert np.mean(expected[-10:]) < np.mean(expected[:10]) - 0.1  # it learns
     np.testing.assert_allclose(actual, expected, rtol=TOLERANCE)
     if case == "bert":
