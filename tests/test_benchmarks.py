@@ -459,3 +459,13 @@ def test_a_value_stands_with_its_key_once_more_at_a_distance(distance):
     assert len({word for _, word in pairs}) == long_context.KEYS
     places = [i for i, word in pairs if word == words[place]]
     assert len(places) == long_context.PLACES if distance is None else places == [place - distance, place]
+
+
+@pytest.mark.slow  # two CPU minutes
+def test_a_raised_base_recalls_farther_than_a_kept_one(tmp_path):
+    """The record docs/records/long_context.json, with fewer texts."""
+    path = tmp_path / "found.json"
+    long_context.main(["--work", str(tmp_path / "work"), "--texts", "40", "--json", str(path)])
+    found = {row["distance"]: row for row in json.loads(path.read_text())["rows"]}
+    assert found[128]["raised"] > 0.6 and found[512]["raised"] > 0.5
+    assert max(found[512][name] for name in ("kept", "short")) < 0.45 < found[128]["kept"]
