@@ -19,6 +19,7 @@ from support.transformer.attention import attend
 
 from benchmarks import (
     attention,
+    long_context,
     loss_curves,
     padding,
     parallel,
@@ -448,3 +449,25 @@ def test_keep_freed_memory(keep):
     # 4 x 64 MiB are 65,536 pages of 4 KiB. (Huge pages would need 128 faults: then there is nothing to win.)
     faults = int(result.stdout)
     assert faults < 100 if keep else faults > 100
+
+
+@pytest.mark.parametrize("distance", [None, *long_context.DISTANCES])
+def test_a_value_stands_with_its_key_once_more_at_a_distance(distance):
+    tokens, place = long_context.text(np.random.default_rng(0), 1020, distance)
+    words = [long_context.vocabulary()[token] for token in tokens]
+    assert len(words) == 1020 and "v" in words[place]
+    pairs = [(i, word) for i, word in enumerate(words) if "v" in word]
+    assert all(words[i - 1] == word.partition("v")[0] for i, word in pairs)
+    assert len({word for _, word in pairs}) == long_context.KEYS
+    places = [i for i, word in pairs if word == words[place]]
+    assert len(places) == long_context.PLACES if distance is None else places == [place - distance, place]
+
+
+@pytest.mark.slow  # two CPU minutes
+def test_a_raised_base_recalls_farther_than_a_kept_one(tmp_path):
+    """The record docs/records/long_context.json, with fewer texts."""
+    path = tmp_path / "found.json"
+    long_context.main(["--work", str(tmp_path / "work"), "--texts", "40", "--json", str(path)])
+    found = {row["distance"]: row for row in json.loads(path.read_text())["rows"]}
+    assert found[128]["raised"] > 0.6 and found[512]["raised"] > 0.5
+    assert max(found[512][name] for name in ("kept", "short")) < 0.45 < found[128]["kept"]

@@ -440,7 +440,7 @@ class PipelineEngine(Engine):
         self._engine.eval_batch(self._nothing(), num_micro_batches=len(micro_batches))
 
     def _expect(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Let stages exchange the shape of the next hidden states where it is another: of a phase, or an evaluation."""
+        """Let stages exchange the shape of hidden states anew where it is another: of a phase, or in an evaluation."""
         tokens = len(micro_batches[0].tokens)
         if tokens != self._tokens:
             self._engine.reset_activation_shape()
