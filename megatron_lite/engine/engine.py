@@ -401,14 +401,16 @@ class Engine(ABC):
     def _phase_plan(self) -> PhasePlan:
         return self._config.phase_plan  # builds the configuration of each phase: once, not in each step
 
-    def _begin_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> list[MicroBatch]:
-        """The micro-batches with the step's loss scale; learning rates and empty buckets."""
-        self._zero.begin(len(micro_batches))
+    def _begin_step(self, micro_batches: int, lr: float) -> None:
+        self._zero.begin(micro_batches)
         for group in self._zero.param_groups:
             multipliers: LrMultipliers = group["multipliers"]
             # At stages 1 and 2 a frozen parameter has no gradient, and torch skips it. At stage 3 its gradient is zero,
             # and only the rate 0 keeps AdamW's moments and weight decay from changing it.
             group["lr"] = lr * multipliers.lr_factor if multipliers.is_trained(self._step) else 0.0
+
+    def _scaled(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """The micro-batches of a step that has begun, with its loss scale."""
         return [replace(each, loss_scale=self._zero.loss_factor) for each in micro_batches]
 
     def _result(self, objective_sums: torch.Tensor) -> StepResult:

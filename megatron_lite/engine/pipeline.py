@@ -395,7 +395,8 @@ class PipelineEngine(Engine):
         self._stages.options = model
 
     def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
-        micro_batches = self._begin_step(micro_batches, lr)
+        self._begin_step(len(micro_batches), lr)
+        micro_batches = self._scaled(micro_batches)
         of_pairs, gradients = self._vector_pass(micro_batches)
         per_pass = self._engine.train_micro_batch_size_per_gpu() * self._engine.dp_world_size
         # Its number of micro-batches follows from the batch size, which a ramp changes between steps.

@@ -62,7 +62,8 @@ class PlainEngine(Engine):
         DeepSpeed calls the optimizer's `step`: global norm, clipping, the check for gradients that are not finite, the
         update, all on the device (`ShardedOptimizer.step`).
         """
-        micro_batches = self._begin_step(micro_batches, lr)
+        self._begin_step(len(micro_batches), lr)  # learning rates, empty buckets
+        micro_batches = self._scaled(micro_batches)
         objective_sums = self._zero_sums()
         has_pairs = isinstance(micro_batches[0].extra_inputs, PairInputs)
         losses = (self._vector_losses if has_pairs else self._losses)(micro_batches)

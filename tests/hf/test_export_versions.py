@@ -34,7 +34,7 @@ ROTARY = {
             {"rope_theta": 500.0, "rope_scaling": None},
             {"rope_parameters": {**DEFAULT, "rope_theta": 500.0}},
         )
-        for name in ("llama", "mistral", "qwen2", "qwen3", "eurobert")
+        for name in ("llama", "mistral", "qwen2", "qwen3", "eurobert", "qwen3_moe", "olmoe")
     },
     **{
         f"{name}, scaled": (
@@ -48,7 +48,7 @@ ROTARY = {
             {"rope_theta": 500.0, "partial_rotary_factor": 0.25},
             {"rope_parameters": {**DEFAULT, "rope_theta": 500.0, "partial_rotary_factor": 0.25}},
         )
-        for name in ("glm4", "glm4_0414")
+        for name in ("glm4", "glm4_0414", "glm4_moe")
     },
     **{
         name: (
@@ -67,6 +67,7 @@ ROTARY = {
 # What the files of either version have in common.
 SAME = {
     "mistral": {"sliding_window": None}, "glm4": {"head_dim": 16}, "glm4_0414": {"head_dim": 16},
+    "glm4_moe": {"head_dim": 16},
 }  # fmt: skip
 
 

@@ -413,6 +413,7 @@ epsilon is above the rounding: it is 1e-3 here, the size of a typical gradient o
 Half precision is compared with fp32, not with itself. Generator and discriminator train 2 steps, because their
 gradients nearly cancel where the discriminator predicts one half, and show the rounding of weights 20 times in the
 third. With entities, gradients and weights may differ by 5e-5, because the sentence head has few labels.
+"e2" after a number of data-parallel ranks: two of them split the experts.
 """
 
 

@@ -33,6 +33,7 @@ OBJECTIVE: dict[str, dict[str, Any]] = {
     "glm4": {"objectives": {"blank_infilling": 1}, "tokenizer": {"added_tokens": "glm"}},
     "glm4_0414": {"objectives": {"causal": 1}},
     **{name: {"objectives": {"causal": 1}} for name in ("llama", "mistral", "qwen2", "qwen3")},
+    **{name: {"objectives": {"causal": 1}} for name in ("glm4_moe", "qwen3_moe", "olmoe")},
     **{name: {"objectives": {"masked_lm": 1}} for name in ("xlm_roberta", "camembert")},
     "eurobert": {"objectives": {"masked_lm": 1}},
     "modernbert": {"objectives": {"masked_lm": 1}},
@@ -51,7 +52,7 @@ TOKENIZER_FILES = (
 _NAMES = {
     "glm4": ["<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>"],
     **{name: ["<|begin_of_text|>", "<|end_of_text|>"] for name in ("llama", "mistral")},
-    **{name: ["<|endoftext|>"] for name in ("qwen2", "qwen3")},
+    **{name: ["<|endoftext|>"] for name in ("qwen2", "qwen3", "glm4_moe", "qwen3_moe", "olmoe")},
     "eurobert": ["<|begin_of_text|>", "<|end_of_text|>", "<|mask|>"],
     **{key: ["[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]"] for key in ("modernbert", "modernbert_decoder")},
 }
