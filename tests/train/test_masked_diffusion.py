@@ -40,6 +40,7 @@ class Input:
     of: np.ndarray  # the loss of each
     nats: torch.Tensor
     loss_factor: float = 1.0
+    step_share: float = 1.0
 
     def scale_weights(self, scales):
         self.weights = self.weights * torch.from_numpy(scales[self.of])
