@@ -154,6 +154,7 @@ MISTAKES = {
     "collate": (["--no-such"], "unrecognized arguments: --no-such"),
     "dataset": (["--directory", "absent"], "absent does not exist; give --directory an existing one"),
     "kernels": (["--json", "x.json"], "--device is cuda, and torch sees no GPU; set --device cpu"),
+    "long_context": (["--no-such"], "the following arguments are required: --work"),
     "loss_curves": (
         ["--output", "x.json", "--compare", "absent"],
         "--compare absent is not a file that --output",
@@ -165,6 +166,7 @@ MISTAKES = {
         ["--run", "absent", "--wheels", "absent", "--work", "work"],
         "absent/checkpoints does not exist; run scripts/laptop.sh",
     ),
+    "pairs_step": (["--longest", "8"], "--longest is 8; it must be at least 20"),
     "preprocess": (["--work", "file/work"], "file is not a writable directory"),
     "reading": (["absent"], "CHECKOUT is absent, which is not a directory"),
     "same_hours": (

@@ -153,7 +153,7 @@ def test_another_architecture_is_told_what_is_supported(class_name, sizes, tmp_p
         read(tmp_path)
     message = str(raised.value)
     assert f"model_type is '{cls.config_class.model_type}', which cannot be imported" in message
-    assert "bert, roberta, xlm-roberta" in message and "glm4, and GLM" in message and "\n" not in message
+    assert "bert, roberta, xlm-roberta" in message and "olmoe, and GLM" in message and "\n" not in message
 
 
 @pytest.mark.parametrize("directory", ["bert", "own layout"], indirect=True)

@@ -53,6 +53,8 @@ def may_decide(name):
         return False
     if ".lora." in name:  # an export has the updates merged
         return False
+    if ".experts." in name:  # of published systems alone, whose config.json has them
+        return False
     return section in RECIPES or (section in objectives and name not in PATHS)
 
 

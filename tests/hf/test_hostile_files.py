@@ -13,6 +13,7 @@ from support.commands import forked
 from support.hf.published_files import edit, write_directory
 
 from data_utils.common.errors import CheckpointError
+from megatron_lite.hf.common.weights import MAX_TENSORS
 from megatron_lite.hf.importing import import_directory
 
 TREE = {"training": {"steps": 6}}
@@ -59,7 +60,7 @@ def compressed(directory):
 
 
 def long_index(directory):
-    table = {"weight_map": {f"x.{i}": "model.safetensors" for i in range(30_000)}}
+    table = {"weight_map": {f"x.{i}": "model.safetensors" for i in range(MAX_TENSORS + 1)}}
     (directory / "model.safetensors.index.json").write_text(json.dumps(table))
 
 
@@ -85,11 +86,12 @@ def nested(tree):
 
 
 CASES = {
-    "tensors": (with_tensors(lambda t: t | {f"x.{i}": torch.zeros(1) for i in range(30_000)}), "has 30,0.. tensors"),
+    "tensors": (
+        with_tensors(lambda t: t | {f"x.{i}": torch.zeros(1) for i in range(MAX_TENSORS)}), "has 60,0.. tensors"),
     "pickled tensors": (
-        with_pickle(lambda t: t | {f"x.{i}": t[MATRIX] for i in range(30_000)}), "has 30,0.. tensors"),
+        with_pickle(lambda t: t | {f"x.{i}": t[MATRIX] for i in range(MAX_TENSORS)}), "has 60,0.. tensors"),
     "names": (with_tensors(lambda t: t | {"x" * 9_000_000: torch.zeros(1)}), "lists its tensors in 9,"),
-    "index": (long_index, "index.json has 30,000 tensors"),
+    "index": (long_index, "index.json has 60,001 tensors"),
     "compressed": (compressed, "compressed archive.*as safetensors"),
     "stride 0": (with_pickle(lambda t: t | {MATRIX: torch.zeros(1).expand(t[MATRIX].shape)}), "Wo.weight has more"),
     "no storage": (with_pickle(lambda t: t | {MATRIX: t[MATRIX].to("meta")}), "Wo.weight has more"),

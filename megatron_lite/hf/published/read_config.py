@@ -56,7 +56,7 @@ def settings_and_problems(
     settings: dict[str, Any] = {"system": name}
     for entry in system.fields:
         value = field_of(config, entry.theirs)
-        if entry.names is not None and value not in entry.names:
+        if entry.names is not None and value not in list(entry.names):  # by ==: a foreign value may be a list
             problems.append(
                 f"{entry.theirs} is {shown(value)}; it must be one of {', '.join(map(str, entry.names))}."
             )
