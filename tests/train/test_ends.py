@@ -14,6 +14,7 @@ from support.waiting import wait_until
 
 from data_utils.common.errors import ExitStatus, TrainingError
 from data_utils.common.settings import merge
+from megatron_lite.config.sections import ParallelConfig
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 ENDS = {
@@ -97,7 +98,8 @@ def test_every_engine_ends_a_diverged_run_in_fp16_alike(settings, parallel):
         "optimizer": {"lr": 1e9, "clip_grad_norm": 0.0},
         "parallel": parallel,
     }
-    assert set(run_ranks(diverge, 2, merge(settings, more))) == {ExitStatus.UNSOUND}
+    statuses = run_ranks(diverge, 2, merge(settings, more), parallel=ParallelConfig(**parallel))
+    assert set(statuses) == {ExitStatus.UNSOUND}
 
 
 def test_the_table_of_statuses_has_all_that_a_run_ends_with():
