@@ -130,6 +130,10 @@ TABLE = [
     ),
     Row("python scripts/convert_checkpoint.py import-megatron", "tests/hf: needs released weights"),
     Row("python scripts/convert_checkpoint.py", SLOW),
+    Row(
+        "python pretrain_glm.py --config configs/laptop-experts.yaml",
+        "tests/train/test_experts.py: needs the laptop's text",
+    ),
     Row("python pretrain_glm.py", SLOW),
     Row("deepspeed --num_gpus 8 benchmarks", "tests/test_benchmarks.py: needs 8 GPUs"),
     Row(

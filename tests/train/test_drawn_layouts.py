@@ -1,5 +1,4 @@
-"""Random layouts, options and objectives equal one process (support/drawn_layouts.py): 2 draws always, 200 behind
-`-m slow`. `python tests/support/drawn_layouts.py --first NUMBER --count 1` repeats a failure."""
+"""Random layouts, options and objectives equal one process: two draws; `tests/support/drawn_layouts.py` runs more."""
 
 from __future__ import annotations
 
@@ -7,13 +6,8 @@ import pytest
 from support.drawn_layouts import DEGREES, draw, failures_of
 from support.parity import outcomes_of
 
-COUNT, ALWAYS = 200, 2
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "number", [*range(ALWAYS), *(pytest.param(n, marks=pytest.mark.slow) for n in range(ALWAYS, COUNT))]
-)
+@pytest.mark.parametrize("number", range(2))
 def test_a_draw_equals_one_process(number):
     case, _ = draw(number)
     print(case)
