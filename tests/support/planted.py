@@ -85,15 +85,15 @@ def planted(plant: Plant, project: Path) -> Iterator[None]:
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-def run_tests(project: Path, tests: Sequence[str]) -> tuple[int, str]:
-    """Exit status and output of pytest."""
+def run_tests(project: Path, tests: Sequence[str], seconds: float = LIMIT_SECONDS) -> tuple[int, str]:
+    """Exit status and output of pytest, which has these seconds."""
     command = [sys.executable, "-m", "pytest", "-m", "", "-x", "-p", "no:cacheprovider", "--tb=short", *tests]
     environment = {
         key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTEST_ADDOPTS")
     }
     environment |= {"OMP_NUM_THREADS": "1", "COLUMNS": "300"}  # names of tests are not cut
     done = subprocess.run(
-        command, cwd=project, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS
+        command, cwd=project, env=environment, capture_output=True, text=True, timeout=seconds
     )
     return done.returncode, done.stdout + done.stderr
 
@@ -101,7 +101,7 @@ def run_tests(project: Path, tests: Sequence[str]) -> tuple[int, str]:
 def require_clean(project: Path, plants: Sequence[Plant]) -> None:
     """Raise PlantError unless the tests of all bugs pass without any."""
     tests = list(dict.fromkeys(test for plant in plants for test in plant.tests))
-    status, output = run_tests(project, tests)
+    status, output = run_tests(project, tests, LIMIT_SECONDS * len(plants))
     if status:
         raise PlantError(f"tests fail without a bug:\n{_end(output)}")
 
