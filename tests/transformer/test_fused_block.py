@@ -125,7 +125,8 @@ def counted(monkeypatch):
 
 
 # In the interpreter a body takes seconds: those that differ from others by one option are slow.
-SLOW = ("modern, one call", "norms of heads, two calls", "norms of heads and all biases", "shared keys")
+SLOW = {"modern, one call", "norms of heads, two calls", "norms of heads and all biases", "shared keys"}
+SLOW |= {"one call", "unscaled scores", "local, first without norm"}
 
 
 @pytest.mark.parametrize(

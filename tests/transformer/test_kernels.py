@@ -191,8 +191,8 @@ FORMULAS = {
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(
     "with_bias, gated, p",
-    [  # with dropout, and without anything
-        pytest.param(with_bias, gated, p, marks=[pytest.mark.slow] * (not p and (with_bias or gated)))
+    [  # with all, and without anything
+        pytest.param(with_bias, gated, p, marks=[pytest.mark.slow] * (not with_bias == gated == bool(p)))
         for with_bias in (False, True)
         for gated in (False, True)
         for p in (0.0, 0.3)
