@@ -83,8 +83,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--token-role", type=token_role, action="append", default=[], metavar="ROLE=TOKEN", help=text)
     text = (
         "what encodes texts, with the same ids and so the same output: auto (the compiled encoder, else the "
-        "tokenizer's library), or one that is refused where it cannot; gigatoken and nanotoken are packages "
-        "(default: auto)"
+        "tokenizer's library), or one that is refused where it cannot; gigatoken is a package (default: auto)"
     )
     add("--encoder", default="auto", choices=ENCODERS, help=text)
     add(
