@@ -44,8 +44,9 @@ def import_directory(
     """Make the run directory `output`, with one checkpoint at step 0, from a Hugging Face directory.
 
     Args:
-        source: of any format (formats.py), with `is_megatron` the reference's `mp_rank_XX_model_states.pt`. These do not
-            record the number of attention heads: `tree` must set it, and no comparison can notice a wrong number.
+        source: of any format (formats.py).
+        is_megatron: the source holds the reference's `mp_rank_XX_model_states.pt`. These do not record the number of
+            attention heads: `tree` must set it, and no comparison can notice a wrong number.
         tree: configuration of the new run, which overrides what the directory records.
         copy_eop_to_gmask: give [gMASK] the embedding of eop, for GLM-10B-Chinese, trained with one id for both.
         verify: compare the outputs of both models.
