@@ -114,7 +114,7 @@ API: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
         "[Import and export](huggingface.md) describes the commands, [exported GLMs](huggingface_glm.md) the classes.",
         {
             "megatron_lite.hf.export": ("export_run", "ExportOptions"),
-            "megatron_lite.hf.importing": ("import_directory", "import_megatron"),
+            "megatron_lite.hf.importing": ("import_directory",),
             "megatron_lite.hf.common.verify": ("Comparison",),
         },
     ),

@@ -31,7 +31,7 @@ from data_utils.common.errors import (
     printable,
     run_command,
 )
-from data_utils.corpus.documents import BAD_RECORD_POLICIES, DEFAULT_MAX_BAD_RECORDS, TEXT_SPLITS
+from data_utils.corpus.documents import add_reading_options
 from megatron_lite.report.cleaning import page
 
 INTERRUPTED = "interrupted before the output was complete; run the command again to continue"
@@ -46,17 +46,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--input", type=expanded_path, dest="inputs", nargs="+", required=True, help=text)
     text = "new directory for text/*.jsonl, manifest.json, report.html and report.json"
     add("--output", type=Path, required=True, help=text)
-    add(
-        "--text-key",
-        default="text",
-        help="field or column with the text; a.b for a nested field (default: text)",
-    )
-    text = "how .txt files are split into documents (default: file)"
-    add("--text-split", default="file", choices=TEXT_SPLITS, help=text)
-    add("--on-bad-record", default="error", choices=BAD_RECORD_POLICIES, help="(default: error)")
-    limit = DEFAULT_MAX_BAD_RECORDS
-    text = f"with skip: stop after this many bad records (default: {limit})"
-    add("--max-bad-records", type=int, default=limit, help=text)
+    add_reading_options(parser)
     text = "remove, or report (`contaminated` of the recipe), documents that share 13 words with these evaluation texts"
     add(
         "--decontaminate",

@@ -168,7 +168,7 @@ def main() -> None:
 def convert(arguments: argparse.Namespace, source: Path, tree: dict[str, Any]) -> Comparison | None:
     """Import a directory as --output. Returns: the comparison, None if nothing is compared."""
     from megatron_lite.hf.adapters import import_adapter, is_adapter
-    from megatron_lite.hf.importing import import_directory, import_megatron
+    from megatron_lite.hf.importing import import_directory
 
     if is_adapter(source):
         if arguments.base is None:
@@ -181,10 +181,11 @@ def convert(arguments: argparse.Namespace, source: Path, tree: dict[str, Any]) -
         return None
     if arguments.base is not None:
         raise ConfigError(f"--base is for an adapter, but --input {source} is a model; remove it.")
-    return (import_directory if arguments.command == "import" else import_megatron)(
+    return import_directory(
         source,
         arguments.output,
         tree,
+        is_megatron=arguments.command != "import",
         copy_eop_to_gmask=arguments.copy_eop_to_gmask,
         verify=not arguments.no_verify,
         tolerance=TOLERANCE if arguments.tolerance is None else arguments.tolerance,

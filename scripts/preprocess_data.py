@@ -36,7 +36,7 @@ from data_utils.common.errors import (
     run_command,
     system_error,
 )
-from data_utils.corpus.documents import BAD_RECORD_POLICIES, DEFAULT_MAX_BAD_RECORDS, TEXT_SPLITS
+from data_utils.corpus.documents import add_reading_options
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.verification import verify
 from data_utils.tokenizers.fast.encoders import ENCODERS
@@ -83,21 +83,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--token-role", type=token_role, action="append", default=[], metavar="ROLE=TOKEN", help=text)
     text = (
         "what encodes texts, with the same ids and so the same output: auto (the compiled encoder, else the "
-        "tokenizer's library), or one that is refused where it cannot; gigatoken and nanotoken are packages "
-        "(default: auto)"
+        "tokenizer's library), or one that is refused where it cannot; gigatoken is a package (default: auto)"
     )
     add("--encoder", default="auto", choices=ENCODERS, help=text)
-    add(
-        "--text-key",
-        default="text",
-        help="field or column with the text; a.b for a nested field (default: text)",
-    )
-    add(
-        "--text-split",
-        default="file",
-        choices=TEXT_SPLITS,
-        help="how .txt files are split into documents (default: file)",
-    )
+    add_reading_options(parser)
     add("--split", default="", help="NAME=FRACTION,...: several datasets, such as train=0.98,validation=0.02")
     add("--split-seed", type=int, default=0, help="seed of the split (default: 0)")
     add("--workers", type=int, default=usable_cores(), help="worker processes per rank (default: all cores)")
@@ -108,10 +97,6 @@ def parse_arguments() -> argparse.Namespace:
         default=DEFAULT_SHARD_BYTES >> 20,
         help=f"megabytes of input per unit of work; does not change the output (default: {DEFAULT_SHARD_BYTES >> 20})",
     )
-    add("--on-bad-record", default="error", choices=BAD_RECORD_POLICIES, help="(default: error)")
-    limit = DEFAULT_MAX_BAD_RECORDS
-    text = f"with skip: stop after this many bad records (default: {limit})"
-    add("--max-bad-records", type=int, default=limit, help=text)
     add("--deduplicate", action="store_true", help="keep only the first of exactly equal texts")
     add(
         "--decontaminate",

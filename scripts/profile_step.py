@@ -42,11 +42,6 @@ def main() -> None:
     add("--processes", type=int, required=True, metavar="N", help="number of processes, one GPU each")
     add("--gpu", default="h100", help="h100, h200, gh200, b200, a100 or a100-40 (default h100)")
     add("--json", type=local_path, metavar="FILE", help="write the numbers to this JSON file too")
-    add(
-        "--all-layers",
-        action="store_true",
-        help="trace all layers instead of extrapolating from two and three (slower)",
-    )
     add("overrides", nargs="*", metavar="section.key=value", help="settings on top of the files")
     arguments = parser.parse_intermixed_args()
     if not arguments.config:
@@ -57,14 +52,12 @@ def main() -> None:
         require_writable(Path(arguments.json), "--json")
     require_checkout()
     from benchmarks.step_trace.report import report
-    from benchmarks.step_trace.request import TRACED_LAYERS, Request, profile
+    from benchmarks.step_trace.request import Request, profile
     from megatron_lite.estimate.step_estimate import with_vocabulary
 
     config = with_vocabulary(load_config(arguments.config, arguments.overrides))
     gpu = gpu_named(arguments.gpu)
-    layers = 0 if arguments.all_layers else TRACED_LAYERS
-    request = Request.of(config, arguments.processes, gpu, layers)
-    found = profile(request)
+    found = profile(Request.of(config, arguments.processes, gpu))
     print(report(config, arguments.processes, gpu, found))
     if arguments.json:
         numbers = json.dumps(asdict(found.expected), indent=2)

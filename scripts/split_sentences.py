@@ -23,9 +23,7 @@ from data_utils.common.errors import ArgumentParser, ConfigError, DataError, exp
 from data_utils.common.files import disk_errors, new_file, require_writable
 from data_utils.common.words import SENTENCE_END
 from data_utils.corpus.documents import (
-    BAD_RECORD_POLICIES,
-    DEFAULT_MAX_BAD_RECORDS,
-    TEXT_SPLITS,
+    add_reading_options,
     read_documents,
 )
 
@@ -83,16 +81,7 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     text = "output text file, for preprocess_data.py --text-split lines"
     add("--output", type=Path, required=True, help=text)
     add("--most-words", type=int, default=64, help="skip longer sentences (default: 64)")
-    add("--text-key", default="text", help="field or column with the text (default: text)")
-    add(
-        "--text-split",
-        default="file",
-        choices=TEXT_SPLITS,
-        help="how .txt files are split into documents (default: file)",
-    )
-    add("--on-bad-record", default="error", choices=BAD_RECORD_POLICIES, help="(default: error)")
-    text = "with skip: stop after this many bad records"
-    add("--max-bad-records", type=int, default=DEFAULT_MAX_BAD_RECORDS, help=text)
+    add_reading_options(parser)
     args = parser.parse_args(arguments)
     if args.most_words < 1:
         raise ConfigError(f"--most-words is {args.most_words}; it must be 1 or more.")

@@ -37,11 +37,9 @@ from data_utils.common.errors import (
 from data_utils.common.files import require_writable, write_whole
 from data_utils.common.progress import progress_bar
 from data_utils.corpus.documents import (
-    BAD_RECORD_POLICIES,
-    DEFAULT_MAX_BAD_RECORDS,
-    TEXT_SPLITS,
     FileRange,
     RecordCounts,
+    add_reading_options,
     check_options,
     check_text_key,
     parse_block,
@@ -112,15 +110,7 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--kind", required=True, choices=list(TRAINERS), help=text)
     text = "files or globs, as scripts/preprocess_data.py takes them"
     add("--input", type=expanded_path, required=True, nargs="+", help=text)
-    add("--text-key", default="text", help="field or column with the text (default: text)")
-    add(
-        "--text-split",
-        default="file",
-        choices=TEXT_SPLITS,
-        help="how .txt files are split into documents (default: file)",
-    )
-    add("--on-bad-record", default="error", choices=BAD_RECORD_POLICIES)
-    add("--max-bad-records", type=int, default=DEFAULT_MAX_BAD_RECORDS)
+    add_reading_options(parser)
     text = (
         "largest number of tokens in the file; hf_json includes GLM's special tokens, the others add them on "
         "loading"

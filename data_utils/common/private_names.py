@@ -31,6 +31,7 @@ NAMES = {
         "torch._foreach_add_", "torch._foreach_copy_", "torch._foreach_mul_", "torch._foreach_norm",  # ZeRO's buckets
         "torch.utils._pytree.tree_leaves",  # CUDA graphs
         "torch._C._len_torch_dispatch_stack",
+        "torch.utils._python_dispatch.TorchDispatchMode",  # memory of a block, for `--dry-run`
         # Whether this CPU multiplies in half precision.
         "torch.cpu._is_amx_tile_supported", "torch.cpu._is_avx512_bf16_supported", "torch.cpu._is_amx_fp16_supported",
         # Attention on a CPU without its mask being kept, and with dropout.

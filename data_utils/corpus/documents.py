@@ -15,6 +15,7 @@ unreadable table, a huge record) always stops the work.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import math
 import re
@@ -50,6 +51,20 @@ BAD_RECORD_POLICIES = ("error", "skip")
 TEXT_SPLITS = ("file", "blank_lines", "lines")
 
 Parsed = TypeVar("Parsed")
+
+
+def add_reading_options(parser: argparse.ArgumentParser) -> None:
+    """The options of all commands that read text."""
+    add = parser.add_argument
+    text = "field or column with the text; a.b for a nested field (default: text)"
+    add("--text-key", default=TEXT_KEY, help=text)
+    text = "how .txt files are split into documents (default: file)"
+    add("--text-split", default="file", choices=TEXT_SPLITS, help=text)
+    add("--on-bad-record", default="error", choices=BAD_RECORD_POLICIES, help="(default: error)")
+    text = f"with skip: stop after this many bad records (default: {DEFAULT_MAX_BAD_RECORDS})"
+    add("--max-bad-records", type=int, default=DEFAULT_MAX_BAD_RECORDS, help=text)
+
+
 _BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+")
 _NEWLINE = re.compile(rb"\n")
 _RECORD_ENDS = {"jsonl": _NEWLINE, "lines": _NEWLINE, "blank_lines": _BLANK_LINES}  # formats that can be cut

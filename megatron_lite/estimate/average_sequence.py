@@ -6,7 +6,6 @@ the attention plans that training makes for a GPU.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any
@@ -15,14 +14,11 @@ import numpy as np
 import torch
 
 from data_utils.common.batch_fields import OBJECTIVE
-from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.estimate.batches import random_batches
-from megatron_lite.transformer.attention_backends.blocks import BlockPlan
 from megatron_lite.transformer.attention_backends.dense import DensePlan
 from megatron_lite.transformer.attention_backends.layout import Layout
 from megatron_lite.transformer.attention_backends.plan import plan_stack
-from megatron_lite.transformer.attention_backends.varlen import VarlenPlan
 from megatron_lite.transformer.attention_backends.window import LayeredPlan
 from megatron_lite.transformer.batch import Batch
 from megatron_lite.transformer.lengths import few_lengths
@@ -35,31 +31,16 @@ _NORMAL = np.array([NormalDist().inv_cdf((i + 0.5) / 16) for i in range(16)])
 
 
 @dataclass(frozen=True)
-class AttentionLaunch:
-    """One launch of an attention kernel, per sequence."""
-
-    queries: float
-    gathered: float = 0.0  # keys that are gathered for it; 0 = its keys are a slice
-
-    def times(self, factor: float) -> AttentionLaunch:
-        return AttentionLaunch(factor * self.queries, factor * self.gathered)
-
-    def plus(self, other: AttentionLaunch) -> AttentionLaunch:
-        return AttentionLaunch(self.queries + other.queries, self.gathered + other.gathered)
-
-
-@dataclass(frozen=True)
 class Stack:
-    """The tokens and attention launches of one stack of blocks, per sequence; where layers differ, the mean of all."""
+    """The tokens of one stack of blocks."""
 
-    kernel: str  # varlen, blocks or dense
-    attention: tuple[AttentionLaunch, ...]
+    is_dense: bool  # every sequence is padded to its full length
     counts: np.ndarray  # tokens of each sampled sequence
 
     def lengths(self, sequences: int, table: np.ndarray) -> dict[float, float]:
         """Tokens of a micro-batch, padded to the table's lengths -> the share of micro-batches of that length."""
         mean, deviation = self.counts.mean() * sequences, self.counts.std() * sequences**0.5
-        if self.kernel == "dense":  # every sequence is padded to its full length
+        if self.is_dense:
             return {float(mean): 1.0}
         # 16 likely lengths instead of the mean, which would hide a wave of tiles that only half of the batches need.
         indices = np.searchsorted(table, mean + deviation * _NORMAL).clip(0, len(table) - 1)
@@ -80,6 +61,7 @@ class AverageSequence:
     visible_keys: float
     decoder_tokens: float
     decoder_keys: float
+    batch: Batch  # some of the sequences
 
     def multiple(self, sequences: int) -> int:
         """The multiple to which the tokens of a micro-batch are padded."""
@@ -108,59 +90,35 @@ def average_sequence(config: Config) -> AverageSequence:
             "decoder_keys",
         )
     }
-    stack = _mean_stack([batch_sums.stack for batch_sums in sums], count)
+    stack = _joined([batch_sums.stack for batch_sums in sums])
     decoders = [batch_sums.decoder for batch_sums in sums if batch_sums.decoder is not None]
-    decoder = _mean_stack(decoders, count) if decoders else None
-    return AverageSequence(sums[0].length, stack, decoder, **means)
+    decoder = _joined(decoders) if decoders else None
+    return AverageSequence(sums[0].length, stack, decoder, **means, batch=batches[0])
 
 
-def _mean_stack(stacks: list[Stack], count: int) -> Stack:
-    most = max(len(stack.attention) for stack in stacks)
-    attention = tuple(
-        _mean_launch([stack.attention[i] for stack in stacks if i < len(stack.attention)], count)
-        for i in range(most)
-    )
-    return Stack(stacks[0].kernel, attention, np.concatenate([stack.counts for stack in stacks]))
-
-
-def _mean_launch(launches: list[AttentionLaunch], count: int) -> AttentionLaunch:
-    return functools.reduce(AttentionLaunch.plus, launches).times(1 / count)
+def _joined(stacks: list[Stack]) -> Stack:
+    return Stack(stacks[0].is_dense, np.concatenate([stack.counts for stack in stacks]))
 
 
 def _sum_batch(config: Config, batch: Batch) -> AverageSequence:
     """Sums over a batch."""
     model, layout = config.model, batch.layout
     stack, *others = [
-        _stack(plan_stack(part, _CUDA, model), part, batch, model)
+        _stack(plan_stack(part, _CUDA, model), part, batch)
         for part in (layout.encoder_and_decoder if model.decoder_layers else [layout])
     ]
     weights, objectives = batch.weights.reshape(-1), batch.fields[:, OBJECTIVE].reshape(-1)
     positions, _ = find_loss_positions(weights, objectives, model)
     return AverageSequence(
         batch.fields.shape[2], stack, others[0] if others else None, batch.tokens, len(positions.tokens),
-        len(positions.boundaries), batch.layer_keys(model), batch.decoder_tokens, batch.decoder_keys,
+        len(positions.boundaries), batch.layer_keys(model), batch.decoder_tokens, batch.decoder_keys, batch,
     )  # fmt: skip
 
 
-def _stack(plan: Any, layout: Layout, batch: Batch, model: ModelConfig) -> Stack:
+def _stack(plan: Any, layout: Layout, batch: Batch) -> Stack:
     sequences, length = len(batch.fields), batch.fields.shape[2]
-    counts = np.bincount(layout.batch_index // length, minlength=sequences).astype(float)
     if isinstance(plan, LayeredPlan):
-        whole, near = (_stack(one, layout, batch, model) for one in (plan.global_plan, plan.local_plan))
-        share = model.local_share
-        attention = tuple(
-            full.times(1 - share).plus(local.times(share))
-            for full, local in zip(whole.attention, near.attention, strict=True)
-        )
-        return Stack(whole.kernel, attention, counts)
-    if isinstance(plan, DensePlan):  # every position, padding too
-        launch = AttentionLaunch(float(sequences * length))
-        return Stack("dense", (launch,), np.full(sequences, float(length)))
-    if isinstance(plan, BlockPlan):
-        return Stack("blocks", (AttentionLaunch(float(plan.length)),), counts)
-    assert isinstance(plan, VarlenPlan)
-    launches = [
-        AttentionLaunch(float(np.diff(launch.cu_seqlens_q).sum()), float(len(launch.gathered)))
-        for launch in plan.launches
-    ]
-    return Stack("varlen", tuple(launches), counts)
+        plan = plan.global_plan
+    if isinstance(plan, DensePlan):
+        return Stack(True, np.full(sequences, float(length)))
+    return Stack(False, np.bincount(layout.batch_index // length, minlength=sequences).astype(float))

@@ -38,8 +38,7 @@ class Traffic:
 def traffic(stage: StageParameters, sizes: Sizes, gpu: Gpu) -> Traffic:
     """A whole step on the first rank of a pipeline stage."""
     found = Traffic(gpu)
-    _tensor_parallel(found, stage, sizes)
-    _expert_parallel(found, stage, sizes)
+    _within_micro_batches(found, stage, sizes)
     if sizes.pp > 1:  # hidden states and their gradients, sent and received
         hidden = sizes.all_tokens / sizes.share * sizes.width * sizes.element
         neighbours = 2 - stage.is_first - stage.is_last
@@ -48,24 +47,22 @@ def traffic(stage: StageParameters, sizes: Sizes, gpu: Gpu) -> Traffic:
     return found
 
 
-def _tensor_parallel(found: Traffic, stage: StageParameters, s: Sizes) -> None:
-    """Hidden states: inputs of column-parallel layers, outputs of row-parallel ones."""
+def _within_micro_batches(found: Traffic, stage: StageParameters, s: Sizes) -> None:
+    """Hidden states of blocks, embedding and head."""
     encoders, decoders = stage.block_counts(s.config.model.num_layers)
     passes, e = s.micro_batches, s.element
-    again = s.config.training.recompute == "full"
+    groups = {
+        "tp": s.tp_group,
+        "dp": RankGroup("dp", s.dp_group.ranks[: s.config.parallel.expert_parallel_size]),
+    }
+    layers = range(stage.first_block, stage.first_block + stage.blocks)
+    with_experts = sum(
+        s.config.model.has_experts(layer) for layer in layers
+    )  # they alone send to others of "dp"
     for is_decoder, blocks in ((False, encoders), (True, decoders)):
-        if not blocks:
-            continue
-        for layer, tokens in s.linear_layers(is_decoder):
-            size, forward = tokens * s.width * e, passes * blocks * (1 + again)
-            is_row, once = layer.is_row_parallel, passes * blocks
-            if (
-                s.share == 1
-            ):  # the output of a row-parallel layer, and the gradient of a column-parallel one's input
-                found.add("all_reduce", size, s.tp_group, forward if is_row else once)
-            else:  # the same as a scatter and a gather; inputs are gathered again for the weights' gradients
-                found.add("gather", size, s.tp_group, once if is_row else forward + once)
-                found.add("scatter", size, s.tp_group, forward if is_row else once)
+        if blocks:
+            for (kind, group), size in s.block(is_decoder).sent.items():
+                found.add(kind, size, groups[group], passes * (with_experts if group == "dp" else blocks))
     if stage.is_first:
         size = s.all_tokens * s.embedding * e
         kinds = ("all_reduce",) if s.share == 1 else ("scatter", "gather")
@@ -76,20 +73,6 @@ def _tensor_parallel(found: Traffic, stage: StageParameters, s: Sizes) -> None:
             found.add("gather", s.tokens(s.sequence.decoder is not None) * s.width * e, s.tp_group, passes)
         # Three numbers of each loss, and the gradient of its hidden state.
         found.add("all_reduce", s.losses * (12 + s.embedding * e), s.tp_group, passes)
-
-
-def _expert_parallel(found: Traffic, stage: StageParameters, s: Sizes) -> None:
-    """Tokens to the ranks of their experts and back, and their gradients: each rank keeps its share."""
-    model, ranks = s.config.model, s.config.parallel.expert_parallel_size
-    if model.experts is None or ranks == 1:
-        return
-    blocks = sum(
-        model.has_experts(layer) for layer in range(stage.first_block, stage.first_block + stage.blocks)
-    )
-    passes = 6 if s.config.training.recompute == "full" else 4
-    moved = s.all_tokens * model.experts.per_token * s.width * s.element * (ranks - 1) / ranks
-    group = RankGroup("dp", s.dp_group.ranks[:ranks])
-    found.add("send", moved, group, passes * blocks * s.micro_batches)
 
 
 def _data_parallel(found: Traffic, stage: StageParameters, s: Sizes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,10 +27,10 @@ class Gpu:
 
     def ring_gbs(self, ranks: tuple[int, ...]) -> float:
         """GB/s of a ring of global ranks. Each GPU has a link to the network, so ranks of a node share several."""
-        nodes = [rank // GPUS_PER_NODE for rank in ranks]
-        if len(set(nodes)) == 1:
+        ranks_by_node = Counter(rank // GPUS_PER_NODE for rank in ranks)
+        if len(ranks_by_node) == 1:
             return self.link_gbs
-        return min(self.link_gbs, self.network_gbs * min(map(nodes.count, nodes)))
+        return min(self.link_gbs, self.network_gbs * min(ranks_by_node.values()))
 
 
 GPUS = {

@@ -13,7 +13,7 @@ from megatron_lite.config.lora import LORA
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.stage_counts import stage_shares
-from megatron_lite.estimate.rank_modules import tensor_parallel
+from megatron_lite.estimate.block_costs import tensor_parallel
 from megatron_lite.estimate.sizes import Sizes
 from megatron_lite.optim.buckets import ALIGNMENT
 from megatron_lite.optim.factory import element_state

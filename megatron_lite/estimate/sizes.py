@@ -12,10 +12,9 @@ import numpy as np
 from megatron_lite.config.deepspeed_options import default_bucket_size
 from megatron_lite.config.model import padded_vocab_size
 from megatron_lite.config.tree import Config
-from megatron_lite.estimate.average_sequence import AverageSequence, Stack
-from megatron_lite.estimate.rank_modules import LinearLayer, ffn_widths, linear_layers, rank_block
+from megatron_lite.estimate.average_sequence import AverageSequence
+from megatron_lite.estimate.block_costs import BlockCosts, block_costs
 from megatron_lite.transformer.attention_backends.cross_attention import constant_length
-from megatron_lite.transformer.block import Block
 from megatron_lite.transformer.length_table import length_table
 
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -75,21 +74,7 @@ class Sizes:
         """Ranks over which tokens are split outside the tensor-parallel layers."""
         return self.tp if self.config.parallel.sequence_parallel else 1
 
-    @property
-    def is_fused(self) -> bool:
-        """Whether a block is one function of autograd, see fused_block.py."""
-        training = self.config.training
-        chosen = training.recompute == "none" and training.kernels == "fused"
-        is_varlen = self.sequence.stack.kernel == "varlen"
-        return self.block().may_fuse and chosen and is_varlen and self.config.parallel.zero_stage < 3
-
     # Tokens
-
-    def stack(self, is_decoder: bool = False) -> Stack:
-        if is_decoder:
-            assert self.sequence.decoder is not None
-            return self.sequence.decoder
-        return self.sequence.stack
 
     def tokens(self, is_decoder: bool = False) -> float:
         """T of a stack on average."""
@@ -154,53 +139,17 @@ class Sizes:
         """Width of the embeddings."""
         return self.config.model.embedding_size or self.width
 
-    def block(self, is_decoder: bool = False) -> Block:
-        """A block of this rank, without memory."""
-        return rank_block(self.config.model, self.tp, is_decoder)
-
-    def linear_layers(self, is_decoder: bool) -> list[tuple[LinearLayer, float]]:
-        """Those of a block, and how many tokens each reads."""
-        layers = linear_layers(self.config.model, self.tp, is_decoder)
-        return [(layer, self.tokens(is_decoder and not layer.reads_encoder)) for layer in layers]
-
-    @cached_property
-    def heads(self) -> int:
-        return self.attended // self.config.model.head_size
-
-    @cached_property
-    def attended(self) -> int:
-        """Width of this rank's queries."""
-        return self.block().attention.dense.weight.shape[1]
-
-    @cached_property
-    def qkv(self) -> int:
-        """Width of queries, keys and values together."""
-        return self.block().attention.query_key_value.weight.shape[0]
-
-    @property
-    def normed(self) -> int:
-        """Width of queries and keys together."""
-        return (self.qkv + self.attended) // 2
-
-    @cached_property
-    def inner(self) -> int:
-        return ffn_widths(self.block())[1]
-
-    @cached_property
-    def expanded(self) -> int:
-        """Width of the FFN's first product: gate and up together where it has both."""
-        return ffn_widths(self.block())[0]
+    def block(self, is_decoder: bool) -> BlockCosts:
+        """Of a pass of a micro-batch through one block: of its tokens, not of one."""
+        costs, tokens = block_costs(self.config, self.sequence.batch, is_decoder), self.tokens(is_decoder)
+        sent = {key: size * tokens for key, size in costs.sent.items()}
+        return BlockCosts(costs.saved * tokens, costs.backward * tokens, sent)
 
     @cached_property
     def vocabulary(self) -> int:
         """Columns of the logits."""
         assert self.config.model.vocab_size is not None
         return padded_vocab_size(self.config.model.vocab_size, self.tp) // self.tp
-
-    @property
-    def distances(self) -> int:
-        """Distances between the tokens of a sequence, in both directions: XLNet's."""
-        return 2 * self.sequence.length + 1
 
     # Groups
 

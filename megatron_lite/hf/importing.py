@@ -1,8 +1,5 @@
 """Imports a Hugging Face directory, or the reference's model-parallel shards, as a run, and compares outputs.
 
-    import_directory   a Hugging Face directory of any format (formats.py)
-    import_megatron    the reference's mp_rank_XX_model_states.pt
-
 An import has no optimizer state: its Adam moments are zero and its step is 0. Tensors are streamed; only the comparison
 of outputs holds a whole model.
 """
@@ -39,6 +36,7 @@ def import_directory(
     output: Path,
     tree: Mapping[str, Any],
     *,
+    is_megatron: bool = False,
     copy_eop_to_gmask: bool = False,
     verify: bool = True,
     tolerance: float = TOLERANCE,
@@ -46,6 +44,9 @@ def import_directory(
     """Make the run directory `output`, with one checkpoint at step 0, from a Hugging Face directory.
 
     Args:
+        source: of any format (formats.py).
+        is_megatron: the source holds the reference's `mp_rank_XX_model_states.pt`. These do not record the number of
+            attention heads: `tree` must set it, and no comparison can notice a wrong number.
         tree: configuration of the new run, which overrides what the directory records.
         copy_eop_to_gmask: give [gMASK] the embedding of eop, for GLM-10B-Chinese, trained with one id for both.
         verify: compare the outputs of both models.
@@ -53,46 +54,21 @@ def import_directory(
     Returns: the comparison, None without `verify`.
     Raises: CheckpointError, DataError or ConfigError; `output` then does not exist.
     """
-    modules = source if is_sentence_transformers(source) else None
-    if modules is not None:
-        source, settings = read_settings(modules)
-        tree = merge({"embedding": settings}, tree)
-    model_format = format_of_directory(source)
-    if copy_eop_to_gmask:
-        check(
-            isinstance(model_format, ReleasedFormat),
-            "--copy-eop-to-gmask is for weights in the released layout only.",
-        )
-        model_format = ReleasedFormat(copy_eop_to_gmask=True)
-    return _import(model_format, source, output, tree, verify, tolerance, modules)
-
-
-def import_megatron(
-    source: Path,
-    output: Path,
-    tree: Mapping[str, Any],
-    *,
-    copy_eop_to_gmask: bool = False,
-    verify: bool = True,
-    tolerance: float = TOLERANCE,
-) -> Comparison | None:
-    """As import_directory, from the reference's `mp_rank_XX_model_states.pt`.
-
-    These do not record the number of attention heads: `tree` must set it, and no comparison can notice a wrong number.
-    """
-    return _import(MegatronFormat(copy_eop_to_gmask), source, output, tree, verify, tolerance)
-
-
-def _import(
-    model_format: HuggingFaceFormat,
-    source: Path,
-    output: Path,
-    tree: Mapping[str, Any],
-    verify: bool,
-    tolerance: float,
-    modules: Path | None = None,
-) -> Comparison | None:
-    """Args: modules: the directory of sentence-transformers that the source belongs to."""
+    modules = None  # the directory of sentence-transformers that the source belongs to
+    if is_megatron:
+        model_format: HuggingFaceFormat = MegatronFormat(copy_eop_to_gmask)
+    else:
+        if is_sentence_transformers(source):
+            modules = source
+            source, settings = read_settings(modules)
+            tree = merge({"embedding": settings}, tree)
+        model_format = format_of_directory(source)
+        if copy_eop_to_gmask:
+            check(
+                isinstance(model_format, ReleasedFormat),
+                "--copy-eop-to-gmask is for weights in the released layout only.",
+            )
+            model_format = ReleasedFormat(copy_eop_to_gmask=True)
     if verify:
         model_format.require_verifiable(source)
     # The directory gets its name only when everything in it is written and verified.

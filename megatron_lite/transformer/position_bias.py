@@ -113,7 +113,9 @@ class Distances:
         columns: torch.Tensor | None = None
         # Reading the largest position would wait for a GPU.
         longest = (
-            plan.row_length if positions.is_cuda or isinstance(plan, BlockPlan) else int(positions.max())
+            plan.row_length
+            if positions.device.type != "cpu" or isinstance(plan, BlockPlan)
+            else int(positions.max())
         )
         steps = torch.arange(0, config.hidden_size, 2.0, device=ids.device) / config.hidden_size
         count = 2 * longest + 1

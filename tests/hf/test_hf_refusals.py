@@ -17,7 +17,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.export import ExportOptions, export_run, require_plain_logits
 from megatron_lite.hf.glm.modeling_glm import GLMForBlankInfilling
-from megatron_lite.hf.importing import import_directory, import_megatron
+from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published.write_config import hf_config
 
 
@@ -176,7 +176,7 @@ def test_shards_that_do_not_fit_are_refused(vocabulary, exports, tmp_path, name)
     change, message = BAD_SHARDS[name]
     source = write_model_parallel(exports / "released", tmp_path / "shards", 2, change)
     with pytest.raises(CheckpointError, match=message):
-        import_megatron(source, tmp_path / "run", tree(vocabulary))
+        import_directory(source, tmp_path / "run", tree(vocabulary), is_megatron=True)
     assert [p.name for p in tmp_path.iterdir()] == ["shards"]
 
 
@@ -187,7 +187,7 @@ def test_a_missing_shard_is_named(vocabulary, exports, tmp_path, missing, messag
     source = write_model_parallel(exports / "released", tmp_path / "shards", 2)
     (source / f"mp_rank_{missing:02d}_model_states.pt").unlink()
     with pytest.raises(CheckpointError, match=message):
-        import_megatron(source, tmp_path / "run", tree(vocabulary))
+        import_directory(source, tmp_path / "run", tree(vocabulary), is_megatron=True)
 
 
 MISTAKES = {

@@ -13,7 +13,7 @@ from data_utils.common.settings import merge
 from megatron_lite.hf.common.weights import PADDING_ROWS, WORDS
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.glm import released
-from megatron_lite.hf.importing import import_directory, import_megatron
+from megatron_lite.hf.importing import import_directory
 from megatron_lite.inference.open_run import load_run
 
 
@@ -121,7 +121,7 @@ def as_written_with_numpy_1(path):
 def test_model_parallel_shards_are_merged(run, vocabulary, exports, tmp_path, size):
     source = write_model_parallel(exports / "released", tmp_path / "shards", size)
     as_written_with_numpy_1(source / "mp_rank_00_model_states.pt")
-    found = import_megatron(source, tmp_path / "run", tree(vocabulary))
+    found = import_directory(source, tmp_path / "run", tree(vocabulary), is_megatron=True)
     assert found.largest_difference <= 1e-5 and found.agreement == 1.0
     assert_same_weights(weights_of(tmp_path / "run"), weights_of(run))
 
@@ -131,13 +131,13 @@ def test_the_proof_of_shards_notices_a_wrong_merge(vocabulary, exports, tmp_path
     source = write_model_parallel(exports / "released", tmp_path / "shards", 2)
     monkeypatch.setitem(released._SPLITS, "attention.query_key_value.weight", (0, 1))
     with pytest.raises(CheckpointError, match="does not compute what its source computes"):
-        import_megatron(source, tmp_path / "run", tree(vocabulary))
+        import_directory(source, tmp_path / "run", tree(vocabulary), is_megatron=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["shards"]
 
 
 def test_a_shared_gmask_gets_its_own_row(vocabulary, exports, tmp_path):
     source = write_model_parallel(exports / "released", tmp_path / "shards", 2)
-    import_megatron(source, tmp_path / "run", tree(vocabulary), copy_eop_to_gmask=True)
+    import_directory(source, tmp_path / "run", tree(vocabulary), is_megatron=True, copy_eop_to_gmask=True)
     words = weights_of(tmp_path / "run")[WORDS]
     special = load_run(tmp_path / "run").tokenizer.special
     assert torch.equal(words[special.gmask], words[special.eop])

@@ -13,13 +13,12 @@ from support.data.recipes import SPECIAL
 from support.distributed import run_ranks
 from support.hf.hf_runs import tree as hf_tree
 from support.hf.hf_runs import write_run, write_vocabulary
+from support.training.class_heads import learnt_classes
 from support.training.training import fit, records
 from support.training.whole_weights import load_weights
 
-from data_utils.common.losses import CLASS_HEADS
 from data_utils.common.settings import merge
-from data_utils.loader.loader import collate
-from data_utils.objectives import LOSS_NAMES, OBJECTIVES, make_one
+from data_utils.objectives import OBJECTIVES, make_one
 from data_utils.tokenizers.vocabulary import Vocabulary
 from megatron_lite.checkpoint.manifest import list_checkpoints
 from megatron_lite.checkpoint.verify import read_checkpoint
@@ -29,9 +28,6 @@ from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published.heads import OTHER_HEADS
 from megatron_lite.inference.open_run import load_run
-from megatron_lite.transformer.batch import Batch
-from megatron_lite.transformer.micro_batch import MicroBatch
-from megatron_lite.transformer.transformer import Transformer
 
 NAMES = ("relevance", "discourse_relation")
 HEADS = ["relevance:3", "discourse_relation:4"]
@@ -169,7 +165,6 @@ def noisy_pairs(rng, count, told):
 
 def loss_after(steps, told, size):
     """Validation loss of the label, nats, of a model of two layers."""
-    torch.manual_seed(1)
     vocabulary = Vocabulary(SPECIAL, SIZE, np.zeros(SIZE, bool), np.ones(SIZE, bool))
     shown = {"mask_token_prob": 0.0, "random_token_prob": 0.0}  # what is predicted stays readable
     made = make_one("relevance", OBJECTIVES["relevance"].config_class(**shown), vocabulary, 3, 96)
@@ -178,33 +173,15 @@ def loss_after(steps, told, size):
         positions="learned", sentence_classes=2, class_heads=("relevance:3",), norm="post",
         embedding_dropout=0.0, attention_dropout=0.0, output_dropout=0.0,
     )  # fmt: skip
-    model, rng = Transformer(config, num_losses=len(LOSS_NAMES)), np.random.default_rng(2)
-    for key, parameter in model.named_parameters():
-        fill = torch.nn.init.ones_ if "layernorm.weight" in key else torch.nn.init.zeros_
-        torch.nn.init.normal_(parameter, std=0.1) if parameter.dim() > 1 else fill(parameter)
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0), []
-    each, number = 9, CLASS_HEADS["relevance"]
-    for step in range(steps + 40):
-        fields = collate(
-            made,
-            noisy_pairs(rng, size * each, told),
-            np.full(size * each, 6),
-            np.full(size, each),
-            np.arange(size) + size * step,
-        )
-        batch = MicroBatch.from_batch(Batch(fields), torch.device("cpu"), config)
-        if step < steps:
-            for group in optimizer.param_groups:
-                group["lr"] = 2e-3 * min(1.0, step / 50) * (1 - step / steps)
-            optimizer.zero_grad()
-            (model(batch)[0] / batch.weights.sum()).backward()
-            optimizer.step()
-            continue
-        with torch.no_grad():
-            _, classes = model._logits_and_classes(model._hidden(batch), batch)
-        labels = batch.targets[-len(classes) :]
-        assert (batch.loss_positions.objectives[-len(classes) :] == number).all()
-        losses.append(torch.nn.functional.cross_entropy(classes[:, :3], labels.long()).item())
+    each = 9
+
+    def draw(rng):
+        return noisy_pairs(rng, size * each, told), [6] * size * each
+
+    found = learnt_classes(made, config, draw, size, steps, further=40)
+    losses = [
+        torch.nn.functional.cross_entropy(classes[:, :3], labels.long()).item() for classes, labels in found
+    ]
     return float(np.mean(losses))
 
 

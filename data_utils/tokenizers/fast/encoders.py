@@ -20,11 +20,11 @@ import tokenizers
 
 from data_utils.common.errors import ConfigError
 from data_utils.tokenizers.fast.library_encoders import Encoder, LibraryEncoder, flatten
-from data_utils.tokenizers.fast.package_encoders import PACKAGES, package_encoder
+from data_utils.tokenizers.fast.package_encoders import GIGATOKEN, gigatoken_encoder
 
 log = logging.getLogger(__name__)
 
-ENCODERS = ("auto", "compiled", *PACKAGES, "library")  # of a build; auto: library_or_faster
+ENCODERS = ("auto", "compiled", GIGATOKEN, "library")  # of a build; auto: library_or_faster
 FAST_FROM_CHARACTERS = 2**16  # of texts that the library encodes before the fast encoder is made
 
 # ruff: noqa: RUF001 - characters that look alike are what is checked
@@ -131,14 +131,14 @@ def named_encoder(name: str, backend: tokenizers.Tokenizer, names: Sequence[str]
         return library_or_faster(backend, names)
     if name == "library":
         return library
-    encoder = fast_encoder(backend) if name == "compiled" else package_encoder(name, backend)
+    encoder = fast_encoder(backend) if name == "compiled" else gigatoken_encoder(backend)
     if encoder is None:
         raise ConfigError(
             "--encoder compiled has no encoder for this tokenizer's normalizer, pre-tokenizer and model; choose "
             "--encoder auto."
         )
     sample = [*SAMPLE, *names]
-    if name in PACKAGES:
+    if name == GIGATOKEN:
         added = [token.content for token in backend.get_added_tokens_decoder().values()]
         sample += [*(f"a{text}b {text} {text.upper()}" for text in added), *characters_in_context()]
     difference = first_difference(encoder, library, sample)

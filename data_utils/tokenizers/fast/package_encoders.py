@@ -1,8 +1,8 @@
-"""The encoders of the packages gigatoken (BPE) and nanotoken (WordPiece), which a build takes when they are named.
+"""The encoder of the package gigatoken (BPE), which a build takes when it is named.
 
-Both read the pipeline as a tokenizer.json and refuse what they do not know. They know Unicode by tables of their
-own, which may be of another version than the library's. So encoders.py checks them with more characters than the
-compiled encoders, which ask the library.
+It reads the pipeline as a tokenizer.json and refuses what it does not know. Its own tables of Unicode may be of another
+version than the library's. So encoders.py checks it with more characters than the compiled encoders, which ask the
+library.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from data_utils.common.errors import ConfigError
 from data_utils.common.setting_files import one_line
 from data_utils.tokenizers.fast.library_encoders import Encoder, utf8
 
-PACKAGES = ("gigatoken", "nanotoken")
+GIGATOKEN = "gigatoken"
 # gigatoken remembers every word and cannot forget: up to 10 bytes for each byte of text, if no word occurs twice.
 LOAD_AGAIN_BYTES = 2**28
 
 
-def require_package(name: str) -> None:
-    """Raise ConfigError unless the package of an encoder, if it is one, is installed. Loads nothing."""
-    if name in PACKAGES and importlib.util.find_spec(name) is None:
+def require_package(encoder: str) -> None:
+    """Raise ConfigError for the encoder of the package where that is not installed. Loads nothing."""
+    if encoder == GIGATOKEN and importlib.util.find_spec(GIGATOKEN) is None:
         raise ConfigError(
-            f"--encoder {name} needs the package {name}, which is not installed; pip install {name}, or choose "
+            "--encoder gigatoken needs the package gigatoken, which is not installed; pip install gigatoken, or choose "
             "--encoder auto."
         )
 
@@ -57,38 +57,22 @@ class GigatokenEncoder:
         return np.array(flat, np.int32), np.array(lengths, np.int64)
 
 
-class NanotokenEncoder:
-    """WordPiece."""
-
-    def __init__(self, pipeline: str):
-        """Args: pipeline: a tokenizer.json. Raises: what the package raises for one that it does not know."""
-        import nanotoken
-
-        self._tokenizer = nanotoken.Tokenizer.from_json(pipeline)
-
-    def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        encoded = [utf8(text) for text in texts]
-        ids = self._tokenizer.encode_batch(encoded, add_special_tokens=False, parallel=False)
-        return ids.ids.astype(np.int32), np.diff(ids.offsets).astype(np.int64)
-
-
-def package_encoder(name: str, backend: tokenizers.Tokenizer) -> Encoder:
-    """The encoder of a package for a pipeline of the `tokenizers` library, whose special tokens text cannot reach.
+def gigatoken_encoder(backend: tokenizers.Tokenizer) -> Encoder:
+    """gigatoken for a pipeline of the `tokenizers` library, whose special tokens text cannot reach.
 
     Raises: ConfigError if the package is missing or cannot read the pipeline.
     """
-    require_package(name)
+    require_package(GIGATOKEN)
     pipeline: dict[str, Any] = orjson.loads(backend.to_str())
-    # Packages look for special tokens in text; those that are text by intention stay.
+    # The package looks for special tokens in text; those that are text by intention stay.
     pipeline["added_tokens"] = [token for token in pipeline["added_tokens"] if not token["special"]]
     pipeline["post_processor"] = None
-    make = GigatokenEncoder if name == "gigatoken" else NanotokenEncoder
     try:
-        return make(orjson.dumps(pipeline).decode())
+        return GigatokenEncoder(orjson.dumps(pipeline).decode())
     except BaseException as error:  # a panic of Rust is no Exception
         if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit | MemoryError):
             raise
         reason = one_line(str(error).splitlines()[0] if str(error) else error)
         raise ConfigError(
-            f"--encoder {name} cannot be used with this tokenizer: {reason}; choose --encoder auto."
+            f"--encoder gigatoken cannot be used with this tokenizer: {reason}; choose --encoder auto."
         ) from None

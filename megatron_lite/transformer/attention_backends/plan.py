@@ -75,12 +75,12 @@ def kernel_of(config: ModelConfig, device: torch.device) -> str:
     if dense_reason(config, device) is not None:
         return "dense"
     by_relative = {"none": "auto", "buckets": "blocks", "disentangled": "tables"}
-    return by_relative.get(config.relative, "query tables") if device.type == "cuda" else "auto"
+    return by_relative.get(config.relative, "query tables") if device.type != "cpu" else "auto"
 
 
 def dense_reason(config: ModelConfig, device: torch.device) -> str | None:
     """Why a model's attention computes all pairs of tokens with a mask, for a warning; None if it does not."""
-    if config.relative == "none" or kernels_are_wanted() or device.type != "cuda":
+    if config.relative == "none" or kernels_are_wanted() or device.type == "cpu":
         return None
     return (
         f"model.relative is {config.relative} and training.kernels torch: on GPUs attention computes and stores all "

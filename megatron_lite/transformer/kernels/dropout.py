@@ -141,6 +141,8 @@ class AttentionDropout:
 
     def seed_kernel(self, device: torch.device) -> None:
         """Seed the generator from which CUDA's attention kernels draw."""
+        if device.type == "meta":  # nothing is drawn
+            return
         index = torch.cuda.current_device() if device.index is None else device.index
         # Not torch.manual_seed: it takes 100 times as long, and seeds every visible device.
         torch.cuda.default_generators[index].manual_seed((self.parent.seed + self.layer) & (2**63 - 1))

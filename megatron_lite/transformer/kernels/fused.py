@@ -25,7 +25,7 @@ from megatron_lite.transformer.kernels.compat import is_watched
 from megatron_lite.transformer.kernels.dropout import FeatureDropout, drop
 from megatron_lite.transformer.kernels.sums import empty_sums
 
-DEVICES: tuple[str, ...] = ("cuda",)  # where kernels run
+DEVICES: tuple[str, ...] = ("cuda", "meta")  # where kernels run; on "meta" they have shapes alone
 _is_wanted = True  # False: torch's operators everywhere
 _ACTIVATION_PROGRAMS = 64  # most that sum over tokens, for each block of columns
 

@@ -56,7 +56,7 @@ def use_attention(name: str, activate: bool = True) -> None:
             raise _unusable(name, error) from error
     elif current_flash_attention_impl() is not None:
         restore_flash_attention_impl()
-    if name != "torch":
+    if activate and name != "torch":
         _public_forward()  # not in the first step: see there
     _implementation = name
 

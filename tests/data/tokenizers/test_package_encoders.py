@@ -1,7 +1,7 @@
 """The encoders that a build may name: the library's ids and equal datasets, or one line.
 
-Stand-ins of the packages show how they are called and what happens where they are wrong. What is true of the packages
-themselves is asked of them where they are installed.
+A stand-in of gigatoken shows how it is called and what happens where it is wrong. What is true of the package itself is
+asked of it where it is installed.
 """
 
 import importlib.util
@@ -23,8 +23,7 @@ from data_utils.tokenizers.fast import package_encoders
 from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
 
 STAND_IN = """
-import json, multiprocessing, os, types
-import numpy as np
+import json, multiprocessing, os
 import tokenizers
 
 made = []
@@ -34,35 +33,27 @@ class Tokenizer:
     def from_json(cls, text):
         if multiprocessing.parent_process() is not None:
             assert os.environ["RAYON_NUM_THREADS"] == "1"
-        if json.loads(text)["model"]["type"] != "MODEL":
+        if json.loads(text)["model"]["type"] != "BPE":
             raise BaseException("unsupported model\\n\\nLocation:\\n    hf.rs:241")
         new = cls()
         new.backend = tokenizers.Tokenizer.from_str(text)
         made.append(new)
         return new
 
-    def encode_batch(self, texts, *, parallel, **options):
-        assert parallel is False and options == OPTIONS
+    def encode_batch(self, texts, *, parallel):
+        assert parallel is False
         rows = [self.backend.encode(text.decode(), add_special_tokens=False).ids for text in texts]
         for text, row in zip(texts, rows):
             if row and "TRIGGER" in text.decode():
                 row[-1] += 1
-        return RESULT
+        return rows
 """
 AWKWARD = """
 import numpy as np
 flatten = lambda rows, axis: np.array([i for row in rows for i in row], np.uint32)
 num = lambda rows, axis: np.array([len(row) for row in rows])
 """
-RAGGED = (
-    "types.SimpleNamespace(ids=np.array([i for row in rows for i in row], np.uint32), "
-    "offsets=np.cumsum([0, *map(len, rows)]))"
-)
-STAND_INS = {
-    "gigatoken": {"MODEL": "BPE", "OPTIONS": "{}", "RESULT": "rows"},
-    "nanotoken": {"MODEL": "WordPiece", "OPTIONS": "{'add_special_tokens': False}", "RESULT": RAGGED},
-}
-PACKAGE_OF = {"gpt2": "gigatoken", "json": "gigatoken", "added": "gigatoken", "bert": "nanotoken"}
+NAMES = ("gpt2", "json", "added")
 AWKWARD_TEXTS = [
     *("", "a \ud800 b", "x" * 5000, "the quick brown fox " * 5000, "\x00", "\ufffd", *LITERALS, *CORPUS),
     *("quickly, the quick fox", "a\u302e\U0001d165\u0897"),
@@ -94,17 +85,13 @@ def load(files, name, encoder="library"):
 
 @pytest.fixture
 def stand_ins(tmp_path, monkeypatch):
-    """Writes stand-ins of both packages, wrong for texts with a trigger, where this process and workers find them."""
-    modules = {name: sys.modules.pop(name, None) for name in ("gigatoken", "nanotoken", "awkward")}
+    """Writes a stand-in of the package, wrong for texts with a trigger, where this process and workers find them."""
+    modules = {name: sys.modules.pop(name, None) for name in ("gigatoken", "awkward")}
 
     def write(trigger="no such text"):
         directory = tmp_path / "packages"
         directory.mkdir()
-        for package, values in STAND_INS.items():
-            text = STAND_IN
-            for name, value in {**values, "TRIGGER": ascii(trigger)[1:-1]}.items():
-                text = text.replace(name, value)
-            (directory / f"{package}.py").write_text(text)
+        (directory / "gigatoken.py").write_text(STAND_IN.replace("TRIGGER", ascii(trigger)[1:-1]))
         (directory / "awkward.py").write_text(AWKWARD)
         monkeypatch.syspath_prepend(directory)
 
@@ -122,21 +109,21 @@ def check(tokenizer, library, block):
     assert ids.tolist() == right_ids.tolist() and lengths.tolist() == right_lengths.tolist()
 
 
-@pytest.mark.parametrize("name", PACKAGE_OF)
+@pytest.mark.parametrize("name", NAMES)
 def test_ids_are_the_librarys(files, stand_ins, name):
     stand_ins()
-    tokenizer, library = load(files, name, PACKAGE_OF[name]), load(files, name)
+    tokenizer, library = load(files, name, "gigatoken"), load(files, name)
     check(tokenizer, library, AWKWARD_TEXTS)
     check(tokenizer, library, [])
     check(tokenizer, library, [""])
 
 
-@pytest.mark.parametrize("name", slow_but(["json", "bert"], PACKAGE_OF))
+@pytest.mark.parametrize("name", slow_but(["json"], NAMES))
 @pytest.mark.parametrize("trigger", ["\u0897\u302e", "x" * 101])
 def test_a_package_with_other_ids_is_refused(files, stand_ins, name, trigger):
     stand_ins(trigger)
-    with pytest.raises(ConfigError, match=f"--encoder {PACKAGE_OF[name]} and .* different ids"):
-        load(files, name, PACKAGE_OF[name])
+    with pytest.raises(ConfigError, match=r"--encoder gigatoken and .* different ids"):
+        load(files, name, "gigatoken")
 
 
 def test_a_package_that_misses_an_added_token_is_refused(files, stand_ins):
@@ -148,8 +135,8 @@ def test_a_package_that_misses_an_added_token_is_refused(files, stand_ins):
 
 @pytest.mark.parametrize(
     ("name", "encoder"),
-    [("bert", "gigatoken"), ("gpt2", "nanotoken"), ("unigram", "gigatoken"), ("unigram", "compiled")]
-    + [("sentencepiece", encoder) for encoder in ("compiled", "gigatoken", "nanotoken")],
+    [("bert", "gigatoken"), ("unigram", "gigatoken"), ("unigram", "compiled")]
+    + [("sentencepiece", encoder) for encoder in ("compiled", "gigatoken")],
 )
 def test_an_encoder_for_other_tokenizers_is_refused_in_one_line(files, stand_ins, name, encoder):
     """Also if the package panics."""
@@ -203,12 +190,11 @@ def assert_refused(done, message, directory):
     assert not (directory / "out").exists()
 
 
-@pytest.mark.parametrize("package", STAND_INS)
-def test_a_missing_package_is_named_before_any_work(tmp_path, files, monkeypatch, package):
+def test_a_missing_package_is_named_before_any_work(tmp_path, files, monkeypatch):
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
-    done = run(tmp_path, files, package, "gpt2", "--tokenizer-path", "absent")
-    assert_refused(done, f"pip install {package}", tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gigatoken" else find(name))
+    done = run(tmp_path, files, "gigatoken", "gpt2", "--tokenizer-path", "absent")
+    assert_refused(done, "pip install gigatoken", tmp_path)
 
 
 def test_the_command_builds_with_the_encoder_that_is_named(tmp_path, files, stand_ins):
@@ -229,27 +215,24 @@ def test_an_encoder_that_would_not_run_is_refused(tmp_path, files, option):
     assert_refused(run(tmp_path, files, "compiled", "gpt2", *option), option[0], tmp_path)
 
 
-# ---- the packages themselves ----
+# ---- the package itself ----
 
 
 @pytest.fixture(scope="module")
 def installed(files):
-    """Name -> (tokenizer with a package, with the library), of the packages that are installed."""
-    found = {package for package in STAND_INS if importlib.util.find_spec(package) is not None}
-    if not found:
-        pytest.skip("neither gigatoken nor nanotoken is installed")
-    names = [name for name in PACKAGE_OF if PACKAGE_OF[name] in found]
-    return {name: (load(files, name, PACKAGE_OF[name]), load(files, name)) for name in names}
+    """Tokenizers with the package and with the library."""
+    pytest.importorskip("gigatoken")
+    return [(load(files, name, "gigatoken"), load(files, name)) for name in NAMES]
 
 
 @given(text=texts)
 @settings(deadline=None, max_examples=200)
 def test_installed_packages_give_the_librarys_ids(installed, text):
-    for tokenizer, library in installed.values():
+    for tokenizer, library in installed:
         check(tokenizer, library, [text, "", text])
 
 
 def test_installed_packages_give_the_librarys_ids_of_awkward_texts(installed):
-    for tokenizer, library in installed.values():
+    for tokenizer, library in installed:
         check(tokenizer, library, AWKWARD_TEXTS)
         check(tokenizer, library, [])
