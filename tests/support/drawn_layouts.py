@@ -31,6 +31,7 @@ from data_utils.objectives import LOSS_NAMES, OBJECTIVES, make_objective
 from data_utils.objectives.interface import Objective
 from megatron_lite.config.model import ACTIVATIONS, BIASES, BLOCK_POSITIONS, INITS, NORMS, POSITIONS, RELATIVE
 from megatron_lite.config.systems import SYSTEMS
+from megatron_lite.config.task_rows import with_task_rows
 from megatron_lite.config.tree import Config
 from support.data.recipes import FIRST_TEXT_TOKEN, collate, vocabulary, windows
 from support.parity import Outcome, outcomes_of
@@ -119,7 +120,7 @@ class Drawn(Case):
         zero: dict[str, Any] = {"reduce_bucket_size": 3000} if self.number % 2 else {}  # several buckets
         if self.zero_stage == 3:  # else every parameter of this size stays whole on all ranks
             zero["stage3_param_persistence_threshold"] = 500
-        return build(Config, {**tree, "deepspeed": {"zero_optimization": zero}})
+        return with_task_rows(build(Config, {**tree, "deepspeed": {"zero_optimization": zero}}))
 
     def samples(self, step: int) -> np.ndarray:
         made = objective_of(self)
