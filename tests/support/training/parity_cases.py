@@ -406,7 +406,15 @@ PARTS = [
     Case(2, 1, 1, 2, recompute="selective", dropout=0.1, attention_dropout=0.1, variant="t5 with buckets"),
     # Micro-batches of one step have unequal numbers of document groups, and a bias for each.
     Case(
-        1, 1, 2, 3, recompute="full", accumulation=4, dropout=0.1, attention_dropout=0.1, variant="t5 with buckets"
+        1,
+        1,
+        2,
+        3,
+        recompute="full",
+        accumulation=4,
+        dropout=0.1,
+        attention_dropout=0.1,
+        variant="t5 with buckets",
     ),
     Case(2, 1, 1, 1, True, recompute="full", accumulation=4, attention_dropout=0.1, variant="buckets"),
     Case(2, 1, 1, 1, True, recompute="selective", dropout=0.1, attention_dropout=0.1, variant="xlnet"),
