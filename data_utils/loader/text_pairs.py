@@ -14,7 +14,7 @@ from data_utils.common.errors import DataError
 from data_utils.common.setting_files import one_line, shown
 from data_utils.common.settings import check
 from data_utils.dataset.indexed_dataset import IndexedDataset
-from data_utils.dataset.manifest import documents_per_record
+from data_utils.dataset.manifest import TEXT_HASHES, dataset_path, documents_per_record
 from data_utils.loader.config import CorpusConfig
 from data_utils.loader.sampler import WindowIndex
 
@@ -111,6 +111,19 @@ def _mapped_vectors(path: str, index: TextPairIndex) -> np.ndarray:
     return vectors
 
 
+def _require_same_texts(vectors: str, index: TextPairIndex) -> None:
+    """Raises: DataError for vectors of other texts than the queries, by the hashes that scripts/embed.py writes."""
+    path = dataset_path(vectors, TEXT_HASHES)
+    if not path.exists():  # vectors of another program
+        return
+    queries = np.asarray(index.dataset.text_hashes)[:: documents_per_record(index.dataset.manifest)]
+    if not np.array_equal(np.fromfile(path, "<u8"), queries):
+        raise DataError(
+            f"vectors {vectors} are of other texts than the queries of {index.dataset.prefix}, by {path}; embed the "
+            "queries of the file that the dataset was built of."
+        )
+
+
 def open_text_pairs(
     corpus: CorpusConfig, dataset: IndexedDataset, length: int, section: Any
 ) -> TextPairIndex:
@@ -136,6 +149,8 @@ def open_text_pairs(
             f"{section.loss}, and mse alone reads and needs the vectors of a teacher; {remedy}."
         )
     index = TextPairIndex(dataset, length, section.negatives_read, corpus.vectors)
+    if corpus.vectors is not None:
+        _require_same_texts(corpus.vectors, index)
     sides = zip(("query", "document"), index.prompt_tokens, section.text_lengths, strict=True)
     for side, tokens, longest in sides:
         check(

@@ -600,3 +600,20 @@ def require_class(model: ModelConfig) -> None:
             f"class requires {value}, so the model could not be exported; set it to {value}, or choose "
             "another system.",
         )
+
+
+def require_rotary(model: ModelConfig) -> None:
+    """Raise ConfigError for a new run with an option of rotary positions where the model has none.
+
+    A system's own value may stay, so that `positions` is one setting of an ablation.
+    """
+    of_system = SYSTEMS.get(model.system or "", {})
+    for field in fields(model):
+        value = getattr(model, field.name)
+        check(
+            model.positions == "rotary"
+            or field.name not in ("rotary_share", "rotary_base", "rotary_scaling")
+            or value == of_system.get(field.name, field.default),
+            f"model.{field.name} is {value} with model.positions {model.positions}, but only rotary positions read "
+            f"it; set positions to rotary, or remove {field.name}.",
+        )

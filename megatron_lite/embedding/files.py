@@ -5,6 +5,9 @@ that they depend on: the texts, the weights, the settings. So a command that was
 there, and parts of other texts or settings are never taken for them. Parts and batches do not depend on the number of
 processes, each of which computes with one thread: the result is the same for any number, to the last bit on one type of
 machine. The file is written whole or not at all.
+
+Beside .npy is FILE.npy.hash, the hashes of the texts as datasets of text pairs have them, by which a run sees that it
+has the vectors of other texts.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 
+from data_utils.build.text_pairs import text_hashes
 from data_utils.common.cores import usable_cores
 from data_utils.common.errors import DataError
 from data_utils.common.files import disk_errors, new_file, write_atomically
@@ -33,6 +37,7 @@ from data_utils.common.progress import progress_bar
 from data_utils.common.settings import to_tree
 from data_utils.corpus.documents import RecordCounts, read_document_files
 from data_utils.corpus.inputs import expand_inputs
+from data_utils.dataset.manifest import TEXT_HASHES, dataset_path
 from megatron_lite.embedding.embedder import Embedder, TextFormat, width
 from megatron_lite.inference.open_run import OpenRun
 
@@ -101,7 +106,7 @@ class Job:
 
 
 def embed_files(job: Job, files: TextFiles, output: Path, processes: int | None = None) -> tuple[int, int]:
-    """Write the vectors: .npy, fp32 [texts, D], or .parquet with the columns text and vector.
+    """Write the vectors: .npy, fp32 [texts, D], and the texts' hashes; or .parquet with the columns text and vector.
 
     Args: processes: None = a GPU each, or a core each.
     Returns: the numbers of texts and of numbers in a vector.
@@ -112,11 +117,12 @@ def embed_files(job: Job, files: TextFiles, output: Path, processes: int | None 
     with disk_errors(output), new_file(output) as file:
         directory.mkdir(exist_ok=True)
         identity = job.identity()
-        paths = []
+        paths, hashes = [], []
         with progress_bar(total=count, unit="text") as bar:
 
             def missing() -> Iterator[tuple[Path, list[str]]]:
                 for texts in files.parts():
+                    hashes.append(text_hashes(texts))
                     path = directory / f"{_checksum(identity, texts)}.npy"
                     paths.append(path)
                     if path.exists():
@@ -129,6 +135,7 @@ def embed_files(job: Job, files: TextFiles, output: Path, processes: int | None 
             for done in _compute(job, missing(), processes):
                 bar.update(done)
         if output.suffix == ".npy":
+            write_atomically(dataset_path(output, TEXT_HASHES), np.concatenate(hashes).tobytes())
             _write_npy(file, paths, (count, size))
         else:
             _write_parquet(file, paths, files, size)

@@ -15,7 +15,7 @@ from megatron_lite.checkpoint.collective_errors import raise_on_all_ranks, steps
 from megatron_lite.checkpoint.manifest import rewound_directories
 from megatron_lite.checkpoint.trainer_state import TrainerState
 from megatron_lite.checkpoint.verify import find_manifest, newest_readable
-from megatron_lite.config.model import require_class
+from megatron_lite.config.model import require_class, require_rotary
 from megatron_lite.config.task_rows import with_task_rows
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import Engine
@@ -44,8 +44,9 @@ def check_start(config: Config) -> None:
     run_state.require_start()
     # Manifests are enough here: the same decision with checksums follows on all ranks in `load_start`.
     if run_state.newest is None:
-        if config.model.system is not None:
-            require_class(config.model)
+        require_class(config.model)
+        if config.task is None:  # else the model is a run's, of which nothing can be removed
+            require_rotary(config.model)
         if config.checkpoint.initialize_from is None:
             check(
                 config.model.lora is None,

@@ -150,9 +150,11 @@ def with_bias(context: ForwardContext, table: Table | None, positions: torch.Ten
     """A context with the relative positions that all layers share. Args: positions: int [T]."""
     if table is None:
         return context
-    biases = table(cast(BiasedPlan | BlockPlan, context.plan), positions)
+    plan = cast(BiasedPlan | BlockPlan, context.plan)
     if isinstance(table, BucketEmbeddings):
-        return replace(context, distances=Disentangled(biases, context.dropout, table.dropout, table.factor))
+        vectors = table(plan, positions)
+        return replace(context, distances=Disentangled(vectors, context.dropout, table.dropout, table.factor))
+    biases = table.biases(plan, positions)
     if isinstance(biases, tuple):
         return replace(context, bias=DistanceBias.of(*biases))
     # Made once, for all layers.

@@ -71,24 +71,30 @@ class RelativeBuckets(nn.Module):
         self.weight = sharded(nn.Parameter(torch.empty(BUCKETS, heads)), Partition(dim=1))
         self.is_causal = is_causal
 
-    def forward(
+    def forward(self) -> torch.Tensor:
+        """[32, H]: a new tensor, as ZeRO 3 releases the parameter when this module returns.
+
+        One, whatever the batch: at ZeRO 3 each tensor that a module returns is a use of it in the backward pass, and
+        ranks whose uses differ wait for each other.
+        """
+        return self.weight * 1.0
+
+    def biases(
         self, plan: BiasedPlan | BlockPlan, positions: torch.Tensor
     ) -> list[torch.Tensor] | tuple[torch.Tensor, torch.Tensor]:
         """The bias for each of a plan's `query_key_pairs`, [..., H, Q, K]; a BlockPlan: what `DistanceBias.of` takes.
 
         Args: positions: int [T], in the order of the plan.
         """
-        # Tensors, not a function: DeepSpeed must see them to have the table here in the backward pass at ZeRO 3.
-        if not isinstance(plan, BlockPlan):
-            pairs = plan.query_key_pairs(positions.device)
-            return [self._bias(positions[queries], positions[keys]) for queries, keys in pairs]
-        line = torch.arange(-plan.row_length, plan.row_length + 1, device=positions.device)
-        # A new tensor, not the parameter itself: ZeRO 3 releases the parameter when this module returns.
-        return self.weight * 1.0, bucket(line, self.is_causal).int()
-
-    def _bias(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        distance = keys[..., None, :] - queries[..., :, None]
-        return F.embedding(bucket(distance, self.is_causal), self.weight).movedim(-1, -3)
+        table = self()
+        if isinstance(plan, BlockPlan):
+            line = torch.arange(-plan.row_length, plan.row_length + 1, device=positions.device)
+            return table, bucket(line, self.is_causal).int()
+        distances = [
+            positions[keys][..., None, :] - positions[queries][..., :, None]
+            for queries, keys in plan.query_key_pairs(positions.device)
+        ]
+        return [F.embedding(bucket(each, self.is_causal), table).movedim(-1, -3) for each in distances]
 
 
 @dataclass(frozen=True)

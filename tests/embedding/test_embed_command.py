@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from support.waiting import wait_until
 from megatron_lite.embedding.embedder import Embedder, TextFormat
 from megatron_lite.inference.open_run import load_run
 
-TEXTS = [f"word{i % 60} word{i % 7} ." + " word3" * (i % 5) for i in range(2500)]
+TEXTS = [" word1 ä ", *(f"word{i % 60} word{i % 7} ." + " word3" * (i % 5) for i in range(2500))]
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,9 @@ def test_rows_are_those_of_the_texts_in_every_format(run, tmp_path):
         assert done.returncode == 0, done.stderr
         found = np.load(tmp_path / f"{name}.npy")
         assert found.dtype == np.float32 and np.abs(found - expected).max() < 1e-5
+        # As a dataset of text pairs has them, whose queries these are.
+        hashes = b"".join(hashlib.blake2b(text.encode(), digest_size=8).digest() for text in TEXTS[:40])
+        assert (tmp_path / f"{name}.npy.hash").read_bytes() == hashes
     assert "40 vectors of 32 numbers" in done.stdout
     done = embed(run, tmp_path / "texts.txt", tmp_path / "vectors.parquet", "--dimensions", "8")
     assert done.returncode == 0, done.stderr
@@ -69,7 +73,9 @@ def test_a_killed_command_continues_with_equal_bytes_for_any_number_of_processes
     kept = {path: path.stat().st_mtime_ns for path in parts.glob("*.npy")}
     assert embed(run, source, output, "--processes", "2").returncode == 0 or not kept
     assert output.read_bytes() == (tmp_path / "whole.npy").read_bytes()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["vectors.npy", "whole.npy"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "vectors.npy", "vectors.npy.hash", "whole.npy", "whole.npy.hash",
+    ]  # fmt: skip
 
 
 def test_parts_of_other_settings_are_not_taken_for_these(run, tmp_path):

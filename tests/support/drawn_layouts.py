@@ -30,7 +30,8 @@ from data_utils.common.settings import build
 from data_utils.objectives import LOSS_NAMES, OBJECTIVES, make_objective
 from data_utils.objectives.interface import Objective
 from megatron_lite.config.model import ACTIVATIONS, BIASES, BLOCK_POSITIONS, INITS, NORMS, POSITIONS, RELATIVE
-from megatron_lite.config.systems import SYSTEMS
+from megatron_lite.config.systems import ENCODER_DECODERS, SYSTEMS
+from megatron_lite.config.task_rows import with_task_rows
 from megatron_lite.config.tree import Config
 from support.data.recipes import FIRST_TEXT_TOKEN, collate, vocabulary, windows
 from support.parity import Outcome, outcomes_of
@@ -89,6 +90,12 @@ NAMES = tuple(
     for name, made in OBJECTIVES.items()
     if name not in ("optimus", "electra", "entities", "contrastive") and not made.config_class().class_heads
 )
+# Systems with experts say nothing about their number.
+STACKS = tuple(
+    name for name, options in SYSTEMS.items() if name not in ENCODER_DECODERS and "experts" not in options
+)
+WITH_DECODER = tuple(name for name in NAMES if OBJECTIVES[name].config_class().has_target)
+NOT_WITH_DECODER = ("sandwich_norm", "num_key_value_heads", "share_layers")
 
 
 @dataclass(frozen=True)
@@ -119,7 +126,7 @@ class Drawn(Case):
         zero: dict[str, Any] = {"reduce_bucket_size": 3000} if self.number % 2 else {}  # several buckets
         if self.zero_stage == 3:  # else every parameter of this size stays whole on all ranks
             zero["stage3_param_persistence_threshold"] = 500
-        return build(Config, {**tree, "deepspeed": {"zero_optimization": zero}})
+        return with_task_rows(build(Config, {**tree, "deepspeed": {"zero_optimization": zero}}))
 
     def samples(self, step: int) -> np.ndarray:
         made = objective_of(self)
@@ -168,15 +175,16 @@ def proposed(
     if has_decoder:
         model["decoder_layers"] = rng.choice((1, 2))
     if has_system:
-        model["system"] = rng.choice(tuple(SYSTEMS))
-    model |= {name: rng.choice(values) for name, values in OPTIONS.items() if rng.random() < 0.15}
+        model["system"] = rng.choice(ENCODER_DECODERS if has_decoder else STACKS)
+    options = [name for name in OPTIONS if not (has_decoder and name in NOT_WITH_DECODER)]
+    model |= {name: rng.choice(OPTIONS[name]) for name in options if rng.random() < 0.15}
     if way:
         model |= {"positions": "rotary", "block_positions": way}
     if optimizer == "adafactor":  # at the sign of a gradient it steps, be that rounding (the key's bias)
         model |= {"biases": "none"}
     has_dropout = rng.random() < 0.5
     model |= {f"{place}_dropout": rng.choice((0.0, 0.1)) if has_dropout else 0.0 for place in DROPOUTS}
-    objectives = rng.sample(NAMES, rng.choice((1, 1, 2, 3)))
+    objectives = rng.sample(WITH_DECODER if has_decoder else NAMES, rng.choice((1, 1, 2, 3)))
     tree: dict[str, Any] = {
         "model": model,
         "training": {
@@ -196,20 +204,21 @@ def proposed(
         }
         if changed:
             tree[name] = changed
-    drawn = Drawn(
-        *DEGREES[number % len(DEGREES)],
-        zero_stage=rng.choice((1, 2, 3)),
-        sequence_parallel=rng.random() < 0.5,
+    tensor, pipeline, data = DEGREES[number % len(DEGREES)]
+    # Stages serve neither ZeRO 2 and 3 nor offloading, other optimizers than AdamW neither ZeRO 3 nor offloading.
+    stages = (1,) if pipeline > 1 else (1, 2, 3) if optimizer == "adamw" else (1, 2)
+    return Drawn(
+        tensor,
+        pipeline,
+        data,
+        zero_stage=rng.choice(stages),
+        sequence_parallel=tensor > 1 and rng.random() < 0.5,
         recompute=rng.choice(("none", "selective", "full")),
         accumulation=rng.choice((1, 2, 4)),
-        offload=rng.random() < 0.15,
+        offload=pipeline == 1 and optimizer == "adamw" and rng.random() < 0.15,
         number=number,
         tree=tree,
         optimizer=optimizer,
-    )
-    # The others serve neither ZeRO 3 nor offloading; a draw that is refused for them would be rare.
-    return (
-        drawn if optimizer == "adamw" else replace(drawn, zero_stage=min(2, drawn.zero_stage), offload=False)
     )
 
 
@@ -217,8 +226,7 @@ def draw(number: int) -> tuple[Drawn, int]:
     """The draw of a number, and how many proposals were refused before it.
 
     The degrees, a decoder, a published system, the way of rotary positions in spans and the optimizer stay from
-    proposal to proposal: the rules refuse most of what has them, so they would be rare. Neither a system nor a decoder
-    has such ways.
+    proposal to proposal, so that no rule makes them rare. Neither a system nor a decoder has such ways.
     """
     rng = random.Random(f"layouts, options and objectives {number}")
     has_decoder, has_system = rng.random() < 0.2, rng.random() < 0.3

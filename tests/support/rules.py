@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from megatron_lite.config.model import ModelConfig, require_class
+from megatron_lite.config.model import ModelConfig, require_class, require_rotary
 from megatron_lite.config.sections import BatchConfig, ParallelConfig
 from megatron_lite.config.tree import load_config, require_objectives, require_validation
 from support.configs import tiny
@@ -411,6 +411,22 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
             ModelConfig(system="roberta", num_layers=1, hidden_size=8, num_attention_heads=2)
         ),
         ("model.activation is gelu_tanh", "model.system roberta", "gelu_erf"),
+    ),
+    "rotary base without rotary positions": (
+        lambda: require_rotary(tiny("model.rotary_base=500").model),
+        ("model.rotary_base is 500.0 with model.positions learned_blocks", "remove rotary_base"),
+    ),
+    "rotary share without rotary positions": (
+        lambda: require_rotary(
+            tiny(
+                "model.system=qwen2",
+                "model.positions=none",
+                "model.rotary_share=0.5",
+                "objectives.blank_infilling=0",
+                "objectives.causal=1",
+            ).model
+        ),
+        ("model.rotary_share is 0.5 with model.positions none",),
     ),
     "muP and T5's scales": (
         over("model.mup={base_hidden_size: 8}", "model.init=t5"),

@@ -1,13 +1,14 @@
-"""Random layouts, options and objectives equal one process: two draws; `tests/support/drawn_layouts.py` runs more."""
+"""Random layouts, options and objectives equal one process: two draws, 60 if slow tests run."""
 
 from __future__ import annotations
 
 import pytest
 from support.drawn_layouts import DEGREES, draw, failures_of
 from support.parity import outcomes_of
+from support.selection import slow_but
 
 
-@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("number", slow_but(range(2), range(60)))
 def test_a_draw_equals_one_process(number):
     case, _ = draw(number)
     print(case)

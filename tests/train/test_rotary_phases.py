@@ -4,15 +4,18 @@ import json
 
 import pytest
 import torch
+from support.configs import tiny
 from support.distributed import run_ranks
 from support.training.training import fit, open_data, records
 
 from data_utils.common.batch_fields import DOC, PADDING_DOC, WEIGHTS
+from data_utils.common.errors import ConfigError
 from data_utils.common.settings import merge
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.inference.open_run import open_run
 from megatron_lite.inference.validation import ALL, one_process, validation_losses
+from megatron_lite.train.start import check_start
 
 SHORT, LONG, LOCAL = 20.0, 500.0, 50.0
 
@@ -83,3 +86,10 @@ def test_the_share_of_masks_falls_with_the_phases(encoder):
         texts = fields[:, DOC] != PADDING_DOC
         masked = (fields[:, WEIGHTS].view("float32") > 0).sum()
         assert masked / texts.sum() == pytest.approx(share, rel=0.25)
+
+
+def test_a_new_run_has_a_base_only_with_rotary_positions(tmp_path):
+    given = "model.rotary_base=500", f"run.directory={tmp_path}"
+    check_start(tiny(*given, "model.positions=rotary"))
+    with pytest.raises(ConfigError, match="model.rotary_base is 500.0 with model.positions learned_blocks"):
+        check_start(tiny(*given))

@@ -1,6 +1,7 @@
 """Batches of text pairs: of one corpus, in one order on any ranks, no text twice, as transformers reads texts."""
 
 import dataclasses
+import hashlib
 from collections import Counter
 
 import numpy as np
@@ -349,6 +350,25 @@ def test_vectors_of_a_teacher_that_do_not_suit_are_refused(corpus, prefixes, tmp
     for vectors, loss in ((None, "mse"), (str(path), "infonce")):
         with pytest.raises(DataError, match="mse alone reads and needs"):
             samples(vectors, loss)
+
+
+def test_vectors_of_other_texts_are_refused_if_their_hashes_are_there(corpus, prefixes, records, tmp_path):
+    path = tmp_path / "teacher.npy"
+    np.save(path, np.zeros((len(records["a"]), 32), np.float32))
+    tree = tree_of(corpus, prefixes, contrastive={"loss": "mse"})
+    tree["data"]["train"] = [{"prefix": prefixes["a"], "objective": "contrastive", "vectors": str(path)}]
+    samples_of(tree)  # vectors of another program
+
+    queries = [record["query"].encode() for record in records["a"]]
+    swapped = [queries[1], queries[0], *queries[2:]]
+    for texts in (queries, swapped, queries[:-1]):
+        hashes = b"".join(hashlib.blake2b(text, digest_size=8).digest() for text in texts)
+        (tmp_path / "teacher.npy.hash").write_bytes(hashes)
+        if texts is queries:
+            samples_of(tree)
+            continue
+        with pytest.raises(DataError, match="teacher.npy are of other texts than the queries"):
+            samples_of(tree)
 
 
 def test_a_section_has_the_settings_of_its_rows():

@@ -34,6 +34,13 @@ POSITIONS = (
         (LAYOUTS,),
     ),
     Plant(
+        "a table of relative positions is used once for each group of documents",
+        "megatron_lite/transformer/position_bias.py",
+        "table = self()",
+        "table = [self() for _ in plan.query_key_pairs(positions.device)][-1]",
+        (f"{LAYOUTS}[1x1x2]",),
+    ),
+    Plant(
         "the discriminator's loss teaches the generator's words",
         "megatron_lite/models/electra/model.py",
         "with torch.no_grad():",

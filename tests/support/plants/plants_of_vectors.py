@@ -130,6 +130,16 @@ EMBEDDINGS = (
         (f"{TRAINING}[bert-teacher-0-3]",),
     ),
     Plant(
+        "vectors of a teacher may be of other texts",
+        "data_utils/loader/text_pairs.py",
+        'np.array_equal(np.fromfile(path, "<u8"), queries)',
+        'len(np.fromfile(path, "<u8")) == len(queries)',
+        (
+            "tests/data/pairs/test_text_pair_batches.py::"
+            "test_vectors_of_other_texts_are_refused_if_their_hashes_are_there",
+        ),
+    ),
+    Plant(
         "the distance from a teacher's vector before the student's is normalized",
         LOSSES,
         "finished(leaf, normalize) - targets",
