@@ -584,6 +584,10 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
             "initialize_from is null",
         ),
     ),
+    "noise on nothing": (
+        over("checkpoint.upcycling_noise=0.1"),
+        ("upcycling_noise is 0.1", "initialize_from to one"),
+    ),
     "timeouts": (over("timeouts.step_seconds=0"), ("timeouts.step_seconds is 0", "at least 1")),
     "log": (over("run.log_interval=0"), ("run.log_interval is 0", "at least 1")),
     "fillings in this layout": (
