@@ -792,10 +792,6 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over(*MIXTURE, "parallel.expert_parallel_size=3"),
         ("count (8) must be divisible by parallel.expert_parallel_size (3)",),
     ),
-    "experts on ranks with another optimizer": (
-        over(*MIXTURE, "parallel.expert_parallel_size=2", "optimizer.kind=lamb"),
-        ("optimizer.kind is lamb with parallel.expert_parallel_size 2", "set expert_parallel_size to 1"),
-    ),
     "experts at ZeRO 3": (
         over(*MIXTURE, "parallel.zero_stage=3"),
         ("zero_stage is 3 with model.experts", "set it to 1 or 2"),
