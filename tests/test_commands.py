@@ -482,6 +482,17 @@ def with_deepspeed_file(scratch: Path) -> None:
     (scratch / "ds.json").write_text(json.dumps(file))
 
 
+def with_dense_run(scratch: Path) -> None:
+    """A run whose FFNs can become experts."""
+    model = {"biases": "none", "ffn": "gated", "ffn_size": 704}
+    tree = merge(
+        small_run(scratch / "data", scratch / "runs/dense"), {"model": model, "training": {"steps": 3}}
+    )
+    tree["tokenizer"]["path"] = "vocab.txt"
+    (scratch / "dense.yaml").write_text(yaml.safe_dump(tree))
+    run([sys.executable, "pretrain_glm.py", "--config", "dense.yaml"], scratch)
+
+
 def with_long_run(scratch: Path) -> None:
     """A run with a constant learning rate, without a warmup."""
     (scratch / "runs/base").rename(scratch / "runs/long")
@@ -513,7 +524,7 @@ PREPARATIONS = {
 SLOW_PREPARATIONS = {
     "huggingface.md": with_released_models,
     "latent.md": with_texts_and_released_models, "analysis.md": with_fine_tuned_run,
-    "lora.md": with_labelled_texts,
+    "lora.md": with_labelled_texts, "experts.md": with_dense_run,
     "coming_from.md": with_deepspeed_file, "configuration.md": with_own_datasets, "data_mixtures.md": with_long_run,
 }  # fmt: skip
 

@@ -43,6 +43,7 @@ NAME = re.compile(r"step_(\d{8,})(\.replaced)?")
 # In the names of parameters that fine-tuning adds to a model.
 TASK_HEAD = "heads.task."
 ADAPTER = "_adapter."
+ROUTER = ".mlp.router."  # of a mixture of experts
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class StoredSlice:
     name: str
     state_name: str
     slice: ShardSlice
-    is_added: bool = False  # summed with what the slices before it hold, instead of replacing it
+    is_added: bool = False  # to what the slices before it hold, or the model, instead of replacing it
 
 
 @dataclass(frozen=True)

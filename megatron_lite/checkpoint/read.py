@@ -111,7 +111,7 @@ class _SliceReader:
             if stored.file not in self._files:
                 self._files[stored.file] = TensorFile(self._path / stored.file)
             for read, values in self._files[stored.file].read(stored.key, stored.slice, common):
-                # `is_added`: two stored tables whose sum is the weight (full_word_embedding.py).
+                # `is_added`: to what is there, as a stored table (full_word_embedding.py) or noise (upcycling.py).
                 destination = target[read.within(wanted)]
                 values = destination + values.to(destination.device) if stored.is_added else values
                 destination.copy_(values)

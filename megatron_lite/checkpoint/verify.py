@@ -26,6 +26,7 @@ from megatron_lite.checkpoint.manifest import (
     FORMAT,
     FORMAT_VERSION,
     NAME,
+    ROUTER,
     TASK_HEAD,
     Checkpoint,
     StoredSlice,
@@ -341,13 +342,15 @@ def check_model(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -
 def new_parameters(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
     """Names of the parameters that a run has and the checkpoint it is initialized from lacks.
 
-    They are a task's head, unless the checkpoint has one of the same shapes; adapters and updates of LoRA, if the
-    checkpoint has none; and
-    the layer before the output projection, if the checkpoint has no head (a discriminator).
+    They are a task's head, unless the checkpoint has one of the same shapes; adapters, updates of LoRA and routers, if
+    the checkpoint has none; and the layer before the output projection, if the checkpoint has no head (a
+    discriminator).
     Raises: CheckpointError if the other parameters differ.
     """
     head = {name for name in shapes if name.startswith(TASK_HEAD)}
-    lacking_kinds = [kind for kind in (ADAPTER, LORA) if not any(kind in name for name in checkpoint.shapes)]
+    lacking_kinds = [
+        kind for kind in (ADAPTER, LORA, ROUTER) if not any(kind in name for name in checkpoint.shapes)
+    ]
     adapters = {name for name in shapes if any(kind in name for kind in lacking_kinds)}
     # A discriminator (ELECTRA) predicts no tokens: what it lacks of the output head is new.
     if not any(name.startswith("heads.") for name in checkpoint.shapes):

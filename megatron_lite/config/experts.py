@@ -139,24 +139,6 @@ def check_run(config: Config) -> None:
         f"model.experts.count ({experts.count}) must be divisible by parallel.expert_parallel_size ({ep}); change one "
         "of them.",
     )
-    for name, value, is_supported, why in (
-        (
-            "optimizer.kind",
-            config.optimizer.kind,
-            config.optimizer.kind == "adamw",
-            "needs whole tensors of all ranks",
-        ),
-        (
-            "task",
-            config.task and config.task.kind,
-            config.task is None,
-            "is evaluated on each rank by itself",
-        ),
-    ):
-        check(
-            ep == 1 or is_supported,
-            f"{name} is {value} with parallel.expert_parallel_size {ep}, but it {why}; set expert_parallel_size to 1.",
-        )
     check(
         parallel.zero_stage < 3,
         "parallel.zero_stage is 3 with model.experts, of which each step computes some only; set it to 1 or 2.",

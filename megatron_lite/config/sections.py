@@ -434,6 +434,12 @@ class CheckpointConfig:
         "state, step and data position: a branch).",
         one_of=("weights", "all"),
     )
+    upcycling_noise: float = setting(
+        0.0,
+        "Where experts begin as copies of the FFN of a dense initialize_from: their own initial weights times this are "
+        "added, so that they differ.",
+        at_least=0,
+    )
 
     def __post_init__(self) -> None:
         check(
@@ -445,6 +451,11 @@ class CheckpointConfig:
             self.initialize == "weights" or self.initialize_from is not None,
             "checkpoint.initialize is all, but checkpoint.initialize_from is null; set initialize_from to a "
             "checkpoint.",
+        )
+        check(
+            not self.upcycling_noise or (self.initialize_from is not None and self.initialize == "weights"),
+            f"checkpoint.upcycling_noise is {self.upcycling_noise}, but no weights of a dense checkpoint are loaded; "
+            "set it to 0, or checkpoint.initialize_from to one and checkpoint.initialize to weights.",
         )
 
 

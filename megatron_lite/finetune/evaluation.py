@@ -175,7 +175,8 @@ class Evaluation:
         samples_per_pass = self._size * dp.size
         for start in range(0, len(samples), samples_per_pass):
             rank_numbers = range(len(samples))[start : start + samples_per_pass][dp.rank :: dp.size]
-            # ZeRO 3 gathers weights collectively: a rank without a sample computes another rank's.
+            # ZeRO 3 gathers weights collectively, and ranks with experts compute each other's tokens: a rank without a
+            # sample computes another rank's.
             numbers = list(rank_numbers) or [start]
             batch_samples = [samples[number] for number in numbers]
             batch = make_task_batch(batch_samples, numbers, self._renderer, self._head)

@@ -307,7 +307,7 @@ def engine_model(task: Task, engine: PlainEngine, context: ParallelContext) -> M
     def predict(batch: TaskBatch) -> tuple[torch.Tensor, torch.Tensor]:
         return engine.predict(convert(batch))
 
-    if context.tp.size > 1 or config.parallel.zero_stage == 3:
+    if context.tp.size > 1 or context.ep.size > 1 or config.parallel.zero_stage == 3:
         if task.settings.writes_text and context.is_main:
             log.info(
                 "no rank holds the whole model, so no text is generated; use scripts/evaluate.py for that"

@@ -136,14 +136,18 @@ class MatrixExchange:
             assert context.process_groups is not None
             self._group = context.process_groups.group(ranks)
         # Once, at the start: every rank knows which slices all others own, so that steps exchange values only.
-        described = [(owned.tensor, *dataclasses.astuple(owned.region)) for owned in slices]
-        slices_by_rank = [
-            [(number, ShardSlice(*region)) for number, *region in of_rank]
-            for of_rank in _gather_descriptions(described, context)[ranks.start : ranks.stop]
+        # The shapes too, since an expert is on some of the ranks only.
+        described = [
+            (owned.tensor, *index.tensors[owned.tensor].shape, *dataclasses.astuple(owned.region))
+            for owned in slices
         ]
+        gathered = _gather_descriptions(described, context)[ranks.start : ranks.stop]
         self._shapes = {
-            number: index.tensors[number].shape for of_rank in slices_by_rank for number, _ in of_rank
+            number: (rows, columns) for of_rank in gathered for number, rows, columns, *_ in of_rank
         }
+        slices_by_rank = [
+            [(number, ShardSlice(*region)) for number, _, _, *region in of_rank] for of_rank in gathered
+        ]
         owners = assign_owners(self._shapes, size)
         # An exchange is ordered by rank, and within a rank by the order in which it listed its slices.
         self._order = sorted(range(len(slices)), key=lambda i: owners[slices[i].tensor])
@@ -192,11 +196,11 @@ class MatrixExchange:
 
 
 def _gather_descriptions(described: list[tuple[int, ...]], context: ParallelContext) -> list[list[list[int]]]:
-    """The descriptions (five numbers each) of the slices of every rank, by rank."""
+    """The descriptions (seven numbers each) of the slices of every rank, by rank."""
     count = torch.tensor([len(described)], device=context.device)
     counts = [int(each) for each in context.gather(count)]
     # Ranks own different numbers of slices, and a gather needs equal shapes.
-    padded = torch.zeros(max(counts), 5, dtype=torch.int64, device=context.device)
+    padded = torch.zeros(max(counts), 7, dtype=torch.int64, device=context.device)
     if described:
         padded[: len(described)] = torch.tensor(described, device=context.device)
     return [each[:number].tolist() for each, number in zip(context.gather(padded), counts, strict=True)]

@@ -19,6 +19,7 @@ from megatron_lite.checkpoint.full_word_embedding import with_full_word_embeddin
 from megatron_lite.checkpoint.manifest import Checkpoint
 from megatron_lite.checkpoint.read import find_checkpoint, load_checkpoint, load_weights_only, newest_valid
 from megatron_lite.checkpoint.trainer_state import TrainerState
+from megatron_lite.checkpoint.upcycling import upcycled
 from megatron_lite.checkpoint.verify import check_model, find_manifest, new_parameters
 from megatron_lite.config.lora import LoraConfig
 from megatron_lite.config.tree import Config
@@ -27,6 +28,7 @@ from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.runtime.changes import changed, differences, recorded_config, require_same_run
 from megatron_lite.telemetry import version
 from megatron_lite.transformer.build import model_spec
+from megatron_lite.transformer.flops import EXPERTS
 from megatron_lite.transformer.trained_model import ENCODER
 
 log = logging.getLogger(__name__)
@@ -138,6 +140,10 @@ def _initialize(
         return state, events
     checkpoint = _for_model(checkpoint, config)
     new = new_parameters(checkpoint, model_spec(config).shapes(config))
+    copied = {stored.name for stored in checkpoint.slices if stored.is_added and EXPERTS in stored.name}
+    for fragment in engine.fragments():
+        if fragment.name in copied:  # the copies are added to their initial weights, which are the noise
+            fragment.tensors["weight"].mul_(config.checkpoint.upcycling_noise)
     load_weights_only(checkpoint, engine, context, new)
     if context.is_main:
         log.info("initialised with the weights of %s; the optimizer is new, at step 0", checkpoint.path)
@@ -151,18 +157,20 @@ def _initialize(
 
 
 def _for_model(checkpoint: Checkpoint, config: Config) -> Checkpoint:
-    """The checkpoint with the weights that the model has: of two stacks the encoder alone, of several heads one."""
+    """The checkpoint with the weights that the model has: of two stacks the encoder alone, of several heads one, of an
+    FFN a copy for each expert.
+    """
     if config.task is not None and not config.tasks and checkpoint.state.get("config", {}).get("tasks"):
         # Fine-tuning one task from a model of several takes that task's head under the only head's name.
         checkpoint = checkpoint.with_task_head(config.task.name)
+    shapes = model_spec(config).shapes(config)
     has_stacks, wants_stacks = (
-        any(name.startswith(ENCODER) for name in names)
-        for names in (checkpoint.shapes, model_spec(config).shapes(config))
+        any(name.startswith(ENCODER) for name in names) for names in (checkpoint.shapes, shapes)
     )
-    if not has_stacks or wants_stacks:
-        return checkpoint
-    # The encoder of several stacks alone. ELECTRA's may store its word embedding as a difference to the generator's.
-    return with_full_word_embedding(checkpoint).stack(ENCODER)
+    if has_stacks and not wants_stacks:
+        # The encoder alone. ELECTRA's may store its word embedding as a difference to the generator's.
+        checkpoint = with_full_word_embedding(checkpoint).stack(ENCODER)
+    return upcycled(checkpoint, config, shapes)
 
 
 def _load(

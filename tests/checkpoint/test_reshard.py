@@ -207,19 +207,22 @@ EXPERTS = {
 
 
 @pytest.mark.parametrize(
-    "ranks, before, new_ranks, after",
+    "ranks, before, new_ranks, after, kind",
     [
-        (4, layout(tp=2, zero=2, ep=2), 2, layout(pp=2)),
-        pytest.param(4, layout(ep=4), 4, layout(ep=2, zero=2), marks=pytest.mark.slow),
-        pytest.param(2, layout(tp=2), 2, layout(ep=2), marks=pytest.mark.slow),
+        (4, layout(tp=2, zero=2, ep=2), 2, layout(pp=2), "adamw"),
+        pytest.param(4, layout(ep=4), 4, layout(ep=2, zero=2), "adamw", marks=pytest.mark.slow),
+        pytest.param(2, layout(tp=2), 2, layout(ep=2), "muon", marks=pytest.mark.slow),
+        pytest.param(4, layout(ep=2), 2, layout(pp=2), "adafactor", marks=pytest.mark.slow),
+        pytest.param(2, layout(pp=2), 4, layout(ep=4), "adafactor", marks=pytest.mark.slow),
     ],
 )
-def test_training_with_experts_continues_in_another_layout(tmp_path, ranks, before, new_ranks, after):
+def test_training_with_experts_continues_in_another_layout(tmp_path, ranks, before, new_ranks, after, kind):
     """The biases too, which no optimizer holds."""
-    records, weights = run_ranks(train, 1, tree(model=EXPERTS), range(BEFORE + AFTER))[0]
+    sections = {"model": EXPERTS, "optimizer": {"kind": kind}}
+    records, weights = run_ranks(train, 1, tree(**sections), range(BEFORE + AFTER))[0]
     biases = [name for name in weights if name.endswith(".router.bias")]
     assert len(biases) == 2
-    continued = continue_run(tmp_path, ranks, before, new_ranks, after, model=EXPERTS)
+    continued = continue_run(tmp_path, ranks, before, new_ranks, after, **sections)
     of_ranks, new_weights = zip(*continued, strict=True)
     compare_steps(of_ranks, records[BEFORE:])
     compare_weights(new_weights, weights)

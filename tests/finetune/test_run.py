@@ -125,6 +125,20 @@ def test_layouts_and_a_resumed_run_equal_one_process(tmp_path, layouts):
         assert torch.equal(weight, whole[name]), name
 
 
+def test_ranks_that_split_experts_equal_one_process(tmp_path):
+    """Also where one has no sample to train on or to evaluate any more."""
+    files = write_task(tmp_path / "task", train=61, **CLOZE)
+    write_lines(tmp_path / "task/validation.jsonl", votes(1, 25))
+    experts = "model.experts={count: 4, per_token: 2, width: 16, biased: true, bias_rate: 0.01}"
+    common = ["finetune.epochs=2", "batch.micro_batch_size=4", "model.biases=none", experts]
+    learn(files, tmp_path / "one", *common)
+    learn(files, tmp_path / "two", *common, world=2, expert_parallel_size=2)
+    assert scores(tmp_path / "two") == scores(tmp_path / "one")
+    one, two = (last_weights(tmp_path / f"{name}/seed_1234/checkpoints") for name in ("one", "two"))
+    for name, weight in two.items():
+        torch.testing.assert_close(weight, one[name], rtol=1e-4, atol=2e-5, msg=name)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ended", [8, 12])
 def test_an_evaluation_that_was_lost_is_made_up_for(tmp_path, ended):

@@ -1,6 +1,7 @@
 """A directory of a published system becomes a run, and a run becomes the same directory again."""
 
 import json
+import math
 import shutil
 
 import pytest
@@ -40,7 +41,7 @@ from megatron_lite.inference.open_run import open_run
 SENTENCE = "The quick brown fox jumps over the lazy dog."
 
 
-USUAL = ("bert", "roberta", "bart", "gpt2", "glm4", "t5", "xlnet", "modernbert", "qwen3")
+USUAL = ("bert", "roberta", "bart", "gpt2", "glm4", "t5", "xlnet", "modernbert", "qwen3", "glm4_moe", "olmoe")
 
 
 @pytest.fixture(scope="module", params=slow_but(USUAL, OBJECTIVE))
@@ -77,6 +78,7 @@ def test_every_tensor_and_file_comes_back(imported, tmp_path, caplog):
         case, 0
     ) * 48  # rows that no token uses
     count = sum(parameter.numel() for parameter in set(model.parameters())) - skipped
+    count += sum(b.numel() for name, b in model.named_buffers() if name.endswith("e_score_correction_bias"))
     for part in (
         f"{count:,} parameters",
         f"class `{type(model).__name__}`",
@@ -109,13 +111,8 @@ def test_an_export_serves_the_pipeline_of_transformers(imported, tmp_path):
     assert len(answers) == 5 and sum(answer["score"] for answer in answers) <= 1.0
 
 
-def saved_again(context, run, output):
+def saved_again(context, run, output, parallel):
     """Continue a run in another layout, and save it."""
-    parallel = {
-        "tensor_parallel_size": context.tp.size,
-        "pipeline_parallel_size": context.pp.size,
-        "zero_stage": 1 if context.pp.size > 1 else 3,
-    }
     tree = load_yaml(run / "config.yaml") | {"parallel": parallel}
     engine = make_engine(build(Config, tree), context, len(LOSSES))
     load_checkpoint(read_checkpoint(run / "checkpoints" / checkpoint_name(0)), engine, context)
@@ -127,21 +124,23 @@ ODD = ("albert", "ernie2", "deberta_v3, odd")  # three heads
 
 
 def each_layout():
-    """Some systems in a layout each; in slow runs all of them on two tensor-parallel ranks, two stages, and ZeRO 3."""
+    """Some systems in a layout each; in slow runs all of them on two tensor-parallel ranks, two stages, and ZeRO 3.
+
+    Mixtures of experts have no ZeRO 3, but ranks that split the experts; OLMoE's norm needs all heads on a rank.
+    """
     few = {
         "bert": layout(2, 2), "gpt2": layout(2, zero=3), "t5": layout(2, zero=3), "bart": layout(pp=2),
         "xlnet": layout(2, 2), "glm4": layout(2, zero=3), "qwen3": layout(2, 2), "neobert": layout(2, zero=3),
-        "modernbert": layout(pp=2), "deberta_v3": layout(2, 2),
+        "modernbert": layout(pp=2), "deberta_v3": layout(2, 2), "glm4_moe": layout(2, pp=2, ep=2),
     }  # fmt: skip
     for case, parallel in few.items():
         yield pytest.param(
             case, parallel, marks=() if case in ("bert", "t5", "modernbert") else pytest.mark.slow
         )
     for case in (*OBJECTIVE, "neobert", "deberta_v3, odd"):
-        layouts = [layout(1, zero=3)]
-        layouts += [layout(2)] * (case not in ODD) + [layout(pp=2)] * (
-            case != "albert"
-        )  # whose blocks share all
+        layouts = [layout(ep=2) if "moe" in case else layout(zero=3)]
+        layouts += [layout(2)] * (case not in (*ODD, "olmoe"))
+        layouts += [layout(pp=2)] * (case != "albert")  # whose blocks share all
         for parallel in layouts:
             yield pytest.param(case, parallel, marks=pytest.mark.slow)
 
@@ -152,8 +151,16 @@ def test_every_layout_gives_the_directory_back(case, parallel, tmp_path):
     tree = TREE | OBJECTIVE.get(case, {"objectives": {"masked_lm": 1}})
     import_directory(tmp_path / "original", tmp_path / "run", tree, verify=False)
     shutil.copytree(tmp_path / "run", tmp_path / "again", ignore=shutil.ignore_patterns("checkpoints"))
-    ranks = max(2, parallel["tensor_parallel_size"] * parallel["pipeline_parallel_size"])
-    run_ranks(saved_again, ranks, tmp_path / "run", tmp_path / "again", parallel=ParallelConfig(**parallel))
+    sizes = ("tensor", "pipeline", "expert")
+    ranks = max(2, math.prod(parallel[f"{name}_parallel_size"] for name in sizes))
+    run_ranks(
+        saved_again,
+        ranks,
+        tmp_path / "run",
+        tmp_path / "again",
+        parallel,
+        parallel=ParallelConfig(**parallel),
+    )
     has_class = case != "neobert"
     export_run(tmp_path / "again", tmp_path / "export", ExportOptions(verify=has_class))
     trained = f"were imported, and trained further on {next(iter(tree['objectives']))}."

@@ -600,6 +600,10 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
             "initialize_from is null",
         ),
     ),
+    "noise on nothing": (
+        over("checkpoint.upcycling_noise=0.1"),
+        ("upcycling_noise is 0.1", "initialize_from to one"),
+    ),
     "timeouts": (over("timeouts.step_seconds=0"), ("timeouts.step_seconds is 0", "at least 1")),
     "log": (over("run.log_interval=0"), ("run.log_interval is 0", "at least 1")),
     "fillings in this layout": (
@@ -803,10 +807,6 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "experts that do not divide over the ranks": (
         over(*MIXTURE, "parallel.expert_parallel_size=3"),
         ("count (8) must be divisible by parallel.expert_parallel_size (3)",),
-    ),
-    "experts on ranks with another optimizer": (
-        over(*MIXTURE, "parallel.expert_parallel_size=2", "optimizer.kind=lamb"),
-        ("optimizer.kind is lamb with parallel.expert_parallel_size 2", "set expert_parallel_size to 1"),
     ),
     "experts at ZeRO 3": (
         over(*MIXTURE, "parallel.zero_stage=3"),

@@ -39,11 +39,12 @@ _TREE: dict[str, Any] = {
 # System -> its tokenizer in `published_tokenizers`, and the objective that continues it.
 _FILES = {
     "unilm": "bert", "spanbert": "bert", "electra_generator": "bert", "ernie2": "ernie", "mass": "bart", "t5_1_1": "t5",
-    "glm4_0414": "glm4", "mistral": "llama3", "qwen3": "qwen2",
+    "glm4_0414": "glm4", "mistral": "llama3", "qwen3": "qwen2", "glm4_moe": "glm4", "qwen3_moe": "qwen2",
 }  # fmt: skip
 _OBJECTIVE = {
     **dict.fromkeys(("gpt", "gpt2", "glm4", "glm4_0414", "llama", "mistral", "qwen2", "qwen3"), "causal"),
-    "modernbert_decoder": "causal", "xlnet": "xlnet", "albert": "albert", "unilm": "unilm", "ernie": "ernie",
+    **dict.fromkeys(("glm4_moe", "qwen3_moe", "olmoe", "modernbert_decoder"), "causal"),
+    "xlnet": "xlnet", "albert": "albert", "unilm": "unilm", "ernie": "ernie",
     "ernie2": "ernie", "spanbert": "spanbert",
     **dict.fromkeys(("bart", "mass"), "bart"), **dict.fromkeys(("t5", "t5_1_1", "mt5"), "t5"),
 }  # fmt: skip
@@ -137,6 +138,8 @@ def _made(directory: Path, system: str, tokenizer: dict[str, Any], **model: Any)
     sizes |= {"ernie": {"max_position": 64}}.get(system, {})
     if system.startswith("modernbert"):
         sizes |= {"attention_window": 6, "num_layers": 4}
+    if "moe" in system:
+        sizes["experts"] = {"count": 4, "per_token": 2, "width": 16}
     sizes |= {
         "albert": {"embedding_size": 16}, "qwen3": {"head_dim": 16}, "deberta_v3": {"position_buckets": 16},
     }.get(system, {})  # fmt: skip

@@ -34,6 +34,7 @@ BYTES = {
     "glm4": ["<|endoftext|>", "[MASK]", "<sop>"],
     "llama3": ["<|begin_of_text|>", "<|end_of_text|>"],
     "eurobert": ["<|begin_of_text|>", "<|end_of_text|>", "<|mask|>"],
+    "olmoe": ["<|endoftext|>", "<|padding|>"],
 }
 _FLAGS = {
     "bert": ("do_lower_case", "strip_accents", "tokenize_chinese_chars"),

@@ -11,6 +11,7 @@ LOSSES = f"{LAYER}::test_losses_are_means_of_sequences_without_padding"
 CLASS = f"{LAYER}::test_outputs_and_gradients_are_those_of_the_class"
 COUNTS = f"{LAYER}::test_a_model_counts_the_tokens_of_its_batch"
 LAYOUT = f"{RUN}::test_a_run_does_not_depend_on_the_layout"
+UPCYCLING = "tests/checkpoint/test_upcycling.py"
 FURTHER = "tests/train/test_parity.py::test_some_further_cases_equal_one_process"
 
 MIXTURES = (
@@ -97,5 +98,12 @@ MIXTURES = (
         "for of_rank in zip(*outputs, strict=True) for part in of_rank",
         "for of_expert in outputs for part in of_expert",
         (f"{FURTHER}[1x1x2e2]",),
+    ),
+    Plant(
+        "the copies of a dense FFN added to the experts' whole initial weights",
+        "megatron_lite/train/resume.py",
+        "mul_(config.checkpoint.upcycling_noise)",
+        "mul_(1.0)",
+        (f"{UPCYCLING}::test_the_first_loss_is_that_of_the_dense_model",),
     ),
 )

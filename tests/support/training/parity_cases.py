@@ -486,9 +486,11 @@ EXPERTS = [  # with each kind of router, and losses and biases of it
     Case(1, 1, 4, 2, accumulation=4, variant="experts, encoder-decoder", experts=4),
     Case(1, 1, 2, 2, accumulation=4, variant="experts, softmax", experts=2, offload=True),
     *(
-        replace(Case(1, 1, 2, 2, accumulation=4, variant="experts"), optimizer=kind)
-        for kind in ("muon", "lamb")
+        replace(Case(1, 1, 2, 2, accumulation=4, variant="experts", experts=2), optimizer=kind)
+        for kind in OTHERS
     ),
+    replace(Case(2, 2, 2, 1, accumulation=4, variant="experts", experts=2), optimizer="muon"),
+    replace(Case(1, 1, 4, 1, variant="experts", experts=2), optimizer="muon"),
     Case(1, 1, 2, 1, accumulation=4, variant="experts", offload=True),
     Case(1, 1, 2, 2, accumulation=4, variant="experts, all", precision="fp16"),
 ]

@@ -12,6 +12,8 @@ def placed_weights(engine):
     """The fp32 weights this rank owns: {name: matrix of the whole parameter with NaN elsewhere}."""
     weights = {}
     for fragment in engine.fragments():
+        if "weight" not in fragment.tensors:  # the state of a whole tensor
+            continue
         shape = whole_shape(fragment.shape, fragment.partition, fragment.tp.size)
         matrix = weights.setdefault(fragment.name, torch.full(matrix_shape(shape), float("nan")))
         for owned in fragment.ranges():
