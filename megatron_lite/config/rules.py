@@ -42,6 +42,7 @@ def check_together(config: Config) -> None:
     _check_task(config)
     check_updates(config)
     check_run(config)
+    _check_further_tokens(config)
     config.data.check_decoder(config.decoder_tokenizer is not None)
     _check_second_stack(config)
     for choice in config.objective_choices:
@@ -343,6 +344,46 @@ def _check_decoder(config: Config) -> None:
         f"training.eval_fillings is {config.training.eval_fillings} with model.decoder_layers ({count}), "
         "but blanks are filled by single-stack models only; set it to 0.",
     )
+
+
+def _check_further_tokens(config: Config) -> None:
+    """The layer of multi-token prediction continues a text from left to right, in one Transformer."""
+    model, parallel = config.model, config.parallel
+    if not model.mtp_layers:
+        weight = config.training.mtp_weight
+        check(
+            weight == type(config.training).__dataclass_fields__["mtp_weight"].default,
+            f"training.mtp_weight is {weight}, but model.mtp_layers is 0; set that to 1, or remove mtp_weight.",
+        )
+        check(
+            config.decoder is None or not config.decoder.mtp_layers,
+            "decoder.mtp_layers is 1, but only model can have such a layer; set it to 0.",
+        )
+        return
+    others = [choice.name for choice in config.objective_choices if choice.name != "causal"]
+    for name, value, is_supported, remedy in (
+        ("objectives", ", ".join(others), not others, alone(config, "causal")),
+        ("task.kind", config.task and config.task.kind, config.task is None, "task=null"),
+        ("parallel.zero_stage", parallel.zero_stage, parallel.zero_stage < 3, "zero_stage=1 or 2"),
+        ("training.cuda_graphs", True, not config.training.cuda_graphs, "cuda_graphs=false"),
+        *(
+            (f"model.{name}", getattr(model, name), getattr(model, name) == plain, f"{name}={shown(plain)}")
+            for name, plain in (
+                ("decoder_layers", 0),
+                ("share_layers", "none"),
+                ("embedding_size", None),
+                ("embedding_gradient_shrink", 1.0),
+                ("relative", "none"),
+                ("mup", None),
+                ("lora", None),
+            )
+        ),
+    ):
+        check(
+            is_supported,
+            f"model.mtp_layers is 1 with {name} {shown(value)}, but multi-token prediction does not support it; set "
+            f"{remedy}, or model.mtp_layers=0.",
+        )
 
 
 def _check_second_stack(config: Config) -> None:

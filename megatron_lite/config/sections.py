@@ -13,10 +13,12 @@ from urllib.parse import parse_qsl
 from data_utils.common.errors import ConfigError
 from data_utils.common.setting_files import shown
 from data_utils.common.settings import REQUIRED, check, checked, setting, setting_mapping
+from data_utils.common.losses import MTP
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.attention import CHOICES
 
 OPTIMIZERS = ("adamw", "lamb", "stable_adamw", "adafactor", "muon")
+_WEIGHTED_LOSSES = tuple(name for name in LOSS_NAMES if name != MTP.name)  # that has mtp_weight
 LOSS_NORMALIZATIONS = ("global_tokens", "per_objective", "mean_of_means")
 # Names of URL parameters that hold a credential.
 _SECRET = re.compile(r"token|key|secret|pass|pwd|auth|credential|sig(nature)?$|session", re.IGNORECASE)
@@ -210,6 +212,13 @@ class TrainingConfig:
         "per_objective: loss name -> weight; 1 if not listed. Names as in the log line, loss/NAME.",
         on_resume="phase",
     )
+    mtp_weight: float = setting(
+        0.3,
+        "Weight of the loss of model.mtp_layers: its mean over the tokens that it predicts in the step, times this, is "
+        "added to the loss (GLM-4.5: 0.3, later 0.1).",
+        at_least=0,
+        on_resume="phase",
+    )
     label_smoothing: float = setting(
         0.0,
         "Probability mass spread uniformly over the vocabulary.",
@@ -279,8 +288,8 @@ class TrainingConfig:
         )
         for name, weight in self.loss_weights.items():
             check(
-                name in LOSS_NAMES,
-                f"training.loss_weights contains {shown(name)}; it must be one of {', '.join(LOSS_NAMES)}.",
+                name in _WEIGHTED_LOSSES,
+                f"training.loss_weights contains {shown(name)}; it must be one of {', '.join(_WEIGHTED_LOSSES)}.",
             )
             number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
             check(

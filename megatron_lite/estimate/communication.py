@@ -50,7 +50,7 @@ def traffic(stage: StageParameters, sizes: Sizes, gpu: Gpu) -> Traffic:
 
 def _tensor_parallel(found: Traffic, stage: StageParameters, s: Sizes) -> None:
     """Hidden states: inputs of column-parallel layers, outputs of row-parallel ones."""
-    encoders, decoders = stage.block_counts(s.config.model.num_layers)
+    encoders, decoders = stage.block_counts(s.config.model.num_layers + s.config.model.mtp_layers)
     passes, e = s.micro_batches, s.element
     again = s.config.training.recompute == "full"
     for is_decoder, blocks in ((False, encoders), (True, decoders)):

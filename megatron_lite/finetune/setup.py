@@ -44,7 +44,7 @@ HEAD_OF_KIND = {
     "tagging": "tags",
     "spans": "spans",
 }
-HEADLESS = {"task_head": {"type": "none", "classes": 0, "heads": []}}
+HEADLESS = {"task_head": {"type": "none", "classes": 0, "heads": []}, "mtp_layers": 0}
 # Sections about the steps and the surroundings of a run, which say nothing of its model.
 OF_TRAINING = (
     *("checkpoint", "events", "parallel", "timeouts", "run", "trackers", "profiler", "deepspeed"),

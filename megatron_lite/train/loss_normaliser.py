@@ -5,7 +5,8 @@ micro-batch's `loss_factor`. Both numbers come from here:
 
 - `scales_ahead`: weights of losses that count for nothing become 0 before the batch is prepared.
 - `micro_batches`: the factors, and under `per_objective`, where each loss is a mean, the scales of the weights. They
-  wait for the divisors summed over all ranks, by which a loss is divided once, so that it depends on no layout.
+  wait for the divisors summed over all ranks, by which a loss is divided once, so that it depends on no layout. The
+  loss of further tokens (MTP) is the mean over these in the step, times `training.mtp_weight`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from data_utils.common.losses import BY_TOKENS
+from data_utils.common.losses import BY_TOKENS, MTP
 from megatron_lite.config.phase_plan import PhasePlan
 from megatron_lite.telemetry.reports import objective_losses
 from megatron_lite.train.step import StepInputs
@@ -49,7 +50,10 @@ class LossNormaliser:
 
         Args: loss_divisors: the divisor of each loss [losses], summed over all ranks.
         """
-        divisor, scales = sum(loss_divisors), self._weight_scales(loss_divisors, step)
+        config = self._phase_plan.config(step)
+        # Of the further tokens (MTP) by their own count: no part of what divides the others.
+        further = loss_divisors[MTP.number] if config.model.mtp_layers else 0.0
+        divisor, scales = sum(loss_divisors) - further, self._weight_scales(loss_divisors, step)
         if self._language_weight is not None:
             # The task's divisor divides all: the weights of the language-model losses are scaled relative to its loss.
             divisor = loss_divisors[-1]
@@ -58,15 +62,15 @@ class LossNormaliser:
                 # In the prepared buffer: the prefetch thread cannot know the sum over ranks.
                 micro_batch.scale_weights(scales)
         count = len(inputs) * self._dp_size  # micro-batches of the step on all ranks
+        factors = [self._loss_factor(each, divisor, count) for each in inputs.micro_batch_divisors]
         return [
             replace(
                 micro_batch,
-                loss_factor=self._loss_factor(micro_batch_divisor, divisor, count),
+                loss_factor=factor,
+                further_factor=config.training.mtp_weight / max(further, 1.0) / factor,
                 step_share=1.0 / count,
             )
-            for micro_batch, micro_batch_divisor in zip(
-                inputs.micro_batches, inputs.micro_batch_divisors, strict=True
-            )
+            for micro_batch, factor in zip(inputs.micro_batches, factors, strict=True)
         ]
 
     def _loss_factor(self, micro_batch_divisor: float, divisor: float, micro_batches: int) -> float:

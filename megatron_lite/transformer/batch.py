@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from data_utils.common.batch_fields import DOC, GRP, OBJECTIVE, ORD, PADDING_DOC, POSITION_IDS, WEIGHTS
+from data_utils.common.batch_fields import (
+    DOC,
+    GRP,
+    OBJECTIVE,
+    ORD,
+    PADDING_DOC,
+    POSITION_IDS,
+    TARGETS,
+    TOKENS,
+    WEIGHTS,
+)
 from data_utils.common.losses import BY_TOKENS, CLASS_LEVEL
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.transformer.attention_backends.layout import Layout, make_layout
@@ -100,6 +110,24 @@ class Batch:
         """Tokens that the vocabulary's head predicts: those with a loss, without classes such as the next sentence."""
         return int(np.count_nonzero(self.weights[~np.isin(self.fields[:, OBJECTIVE], CLASS_LEVEL)]))
 
+    def further_tokens(self, model: ModelConfig) -> int:
+        """Predictions of further tokens, which the model's head computes besides `loss_tokens`."""
+        return model.mtp_layers and int(np.count_nonzero(self.further[2]))
+
+    @cached_property
+    def further(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of each token's successor in its document: token, target and loss weight, each [B, S]; 0 without one.
+
+        In a text that is read from left to right the target is the token after the next (MTP).
+        """
+        doc = self.fields[:, DOC]
+        has_next = (doc[:, 1:] == doc[:, :-1]) & (doc[:, 1:] != PADDING_DOC)
+        fields = self.fields[:, TOKENS], self.fields[:, TARGETS], self.weights
+        token, target, weight = (
+            np.pad(np.where(has_next, each[:, 1:], each.dtype.type(0)), ((0, 0), (0, 1))) for each in fields
+        )
+        return token, target, weight
+
     @cached_property
     def token_divisors(self) -> np.ndarray:
         """The addend of each token to the divisor of its loss, fp32 [B, S]: its weight, or 1 (`BY_TOKENS`)."""
@@ -142,7 +170,12 @@ class Batch:
             predicted: int64, the tokens with a loss, counted from there, -1 for padding.
             few_counts: pad what is counted to one of few counts, see `few_count`.
         """
-        return ExtraInputs()
+        if not config.mtp_layers:
+            return ExtraInputs()
+        # Imports torch, which processes that only count batches do without.
+        from megatron_lite.transformer.multi_token import FurtherTokens
+
+        return FurtherTokens.inputs(self, order, few_counts, config)
 
     def padded(self, sequences: int) -> Batch:
         """The batch with sequences of padding added, without documents or loss, up to `sequences` in all."""

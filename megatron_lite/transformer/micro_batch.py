@@ -52,6 +52,7 @@ class MicroBatch:
     sequence: torch.Tensor | None  # int32 [T], of each token, -1 for padding; None: no router counts them
     sequences: int
     loss_factor: float = 1.0  # multiplies its loss sum into its share of the step's loss
+    further_factor: float = 1.0  # multiplies the loss sum of its further tokens (MTP) besides
     step_share: float = 1.0  # 1 over the number of micro-batches of the step on all ranks
     loss_scale: float = (
         1.0  # of the step in fp16, which losses that the engine does not see multiply themselves
@@ -252,7 +253,7 @@ def _predictions(
 
 def _dropout_layers(config: ModelConfig, decoder_config: ModelConfig | None) -> int:
     """Number of layers that drop out differently; cross-attention has its own."""
-    layers = config.total_layers + config.decoder_layers
+    layers = config.total_layers + config.decoder_layers + config.mtp_layers
     return layers if decoder_config is None else max(layers, decoder_config.num_layers)
 
 

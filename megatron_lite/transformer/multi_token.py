@@ -1,0 +1,125 @@
+"""Multi-token prediction (MTP): one further block that predicts the token after the next one.
+
+    x_i = W [norm(Emb(t_{i+1})), norm(h_i)];  logits = head(norm(Block(x)_i)), of t_{i+2}
+
+h_i is the model's output after its final norm, as the classes that draft with published weights have it; embedding and
+head are the model's own. The block is the model's layer number `num_layers`, after those that a prediction runs, so
+that checkpoints, biases of routers and optimizers know it as another block. Training alone computes it.
+
+Shapes: T tokens, D hidden size, K further tokens: those whose successor in the document has a loss.
+Sources: DeepSeek-V3, arXiv:2412.19437, section 2.2; GLM-4.5, arXiv:2508.06471.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from data_utils.common.losses import MTP
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.parallel.collectives import copy_to_group
+from megatron_lite.transformer.batch import Batch, ExtraInputs
+from megatron_lite.transformer.block import Block
+from megatron_lite.transformer.dense import Linear
+from megatron_lite.transformer.forward_context import ForwardContext
+from megatron_lite.transformer.lm_head import Heads
+from megatron_lite.transformer.loss import loss_logits, sum_losses
+from megatron_lite.transformer.loss_positions import LossPositions, find_loss_positions
+from megatron_lite.transformer.micro_batch import MicroBatch
+from megatron_lite.transformer.norms import final_layernorm, make_norm
+from megatron_lite.transformer.residual import materialize
+from megatron_lite.transformer.tensor_parallel import TensorParallel, VocabParallelEmbedding, linear
+
+
+@dataclass(frozen=True)
+class FurtherTokens:
+    """What the block reads of a micro-batch besides its tokens."""
+
+    next_tokens: torch.Tensor  # int32 [T]; 0 at the end of a document, which no other token sees
+    loss_positions: LossPositions[torch.Tensor]
+    targets: torch.Tensor  # int32 [K]
+    weights: torch.Tensor  # fp32 [K]
+
+    @staticmethod
+    def inputs(batch: Batch, order: np.ndarray, few_counts: bool, config: ModelConfig) -> ExtraInputs:
+        """Args: as for `Batch.extra_inputs`."""
+        next_tokens, targets, weights = (
+            np.where(order < 0, 0, field.reshape(-1)[order]).astype(field.dtype) for field in batch.further
+        )
+        objectives = np.full(len(order), MTP.number)
+        positions, predicted = find_loss_positions(weights, objectives, config, few_counts=few_counts)
+        is_token = predicted >= 0
+        arrays = {
+            "next_tokens": next_tokens,
+            "targets": np.where(is_token, targets[predicted], 0),
+            "weights": np.where(is_token, weights[predicted], np.float32(0.0)),
+            **{f"positions.{name}": array for name, array in vars(positions).items()},
+        }
+        return ExtraInputs(arrays, FurtherTokens.of)
+
+    @staticmethod
+    def of(tensors: dict[str, torch.Tensor]) -> FurtherTokens:
+        """Args: tensors: by the names in `inputs`."""
+        positions = {
+            name.removeprefix("positions."): x
+            for name, x in tensors.items()
+            if name.startswith("positions.")
+        }
+        others = {name: tensors[name] for name in ("next_tokens", "targets", "weights")}
+        return FurtherTokens(loss_positions=LossPositions(**positions), **others)
+
+
+class MultiTokenBlock(Block):
+    """A block of the model's kind, and what joins its two inputs."""
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel, recompute: str):
+        super().__init__(config, parallel, recompute, config.num_layers)
+        self.layer = config.num_layers
+        self.embedding_layernorm, self.hidden_layernorm = (
+            make_norm(config, config.hidden_size, parallel) for _ in range(2)
+        )
+        self.projection = Linear(2 * config.hidden_size, config.hidden_size, has_bias=False)
+        parallel.mark_replicated(self.projection.weight)
+        self.final_layernorm = final_layernorm(config)
+
+    def loss(
+        self,
+        hidden: torch.Tensor,
+        context: ForwardContext,
+        batch: MicroBatch,
+        words: VocabParallelEmbedding,
+        heads: Heads,
+        norm: nn.Module,
+        num_losses: int,
+        smoothing: float,
+        z_loss: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`sum_losses` of the further tokens, the first of them times the batch's `further_factor`.
+
+        Args: hidden: of the last block, [T, D], or this rank's tokens of it. norm: the model's final norm.
+        """
+        further = batch.extra_inputs
+        if self.parallel.sequence_parallel:
+            # It norms this rank's tokens here and all tokens with a loss in the head, where its gradient is whole.
+            group = self.parallel.group
+            weights = {name: copy_to_group(p, group) for name, p in norm.named_parameters()}
+            hidden = functional_call(norm, weights, hidden)
+        else:
+            hidden = norm(hidden)
+        joined = [self.embedding_layernorm(words(further.next_tokens)), self.hidden_layernorm(hidden)]
+        x = linear(torch.cat(joined, -1), self.parallel.replicated(self.projection.weight))
+        x = materialize(self(x, context, self.layer))
+        batch = replace(
+            batch,
+            loss_positions=further.loss_positions,
+            targets=further.targets,
+            weights=further.weights,
+        )
+        vectors, classes = heads(x, batch.loss_positions, self.final_layernorm, context.dropout)
+        logits = loss_logits(heads, vectors, words, len(batch.loss_positions.boundaries))
+        loss, sums = sum_losses((logits, classes), batch, words, num_losses, smoothing, z_loss)
+        return loss * batch.further_factor, sums
