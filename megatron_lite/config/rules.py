@@ -364,24 +364,24 @@ def _check_further_tokens(config: Config) -> None:
     for name, value, is_supported, remedy in (
         ("objectives", ", ".join(others), not others, alone(config, "causal")),
         ("task.kind", config.task and config.task.kind, config.task is None, "task=null"),
-        ("parallel.zero_stage", parallel.zero_stage, parallel.zero_stage < 3, "zero_stage=1 or 2"),
-        ("training.cuda_graphs", True, not config.training.cuda_graphs, "cuda_graphs=false"),
+        ("parallel.zero_stage", parallel.zero_stage, parallel.zero_stage < 3, "parallel.zero_stage=1"),
+        ("training.cuda_graphs", True, not config.training.cuda_graphs, "training.cuda_graphs=false"),
         *(
-            (f"model.{name}", getattr(model, name), getattr(model, name) == plain, f"{name}={shown(plain)}")
-            for name, plain in (
-                ("decoder_layers", 0),
-                ("share_layers", "none"),
-                ("embedding_size", None),
-                ("embedding_gradient_shrink", 1.0),
-                ("relative", "none"),
-                ("mup", None),
-                ("lora", None),
+            (f"model.{name}", getattr(model, name), is_plain, f"model.{name}={plain}")
+            for name, is_plain, plain in (
+                ("decoder_layers", not model.decoder_layers, "0"),
+                ("share_layers", model.share_layers == "none", "none"),
+                ("embedding_size", model.embedding_size is None, "null"),
+                ("embedding_gradient_shrink", model.embedding_gradient_shrink == 1.0, "1"),
+                ("relative", model.relative == "none", "none"),
+                ("mup", model.mup is None, "null"),
+                ("lora", model.lora is None, "null"),
             )
         ),
     ):
         check(
             is_supported,
-            f"model.mtp_layers is 1 with {name} {shown(value)}, but multi-token prediction does not support it; set "
+            f"model.mtp_layers is 1 with {name} {value}, but multi-token prediction does not support it; set "
             f"{remedy}, or model.mtp_layers=0.",
         )
 

@@ -110,8 +110,10 @@ class MultiTokenBlock(Block):
             hidden = functional_call(norm, weights, hidden)
         else:
             hidden = norm(hidden)
-        joined = [self.embedding_layernorm(words(further.next_tokens)), self.hidden_layernorm(hidden)]
-        x = linear(torch.cat(joined, -1), self.parallel.replicated(self.projection.weight))
+        # A pipeline stage's words have another `forward`.
+        embedded = VocabParallelEmbedding.forward(words, further.next_tokens)
+        joined = torch.cat([self.embedding_layernorm(embedded), self.hidden_layernorm(hidden)], -1)
+        x = linear(joined, self.parallel.replicated(self.projection.weight))
         x = materialize(self(x, context, self.layer))
         batch = replace(
             batch,

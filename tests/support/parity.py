@@ -57,6 +57,7 @@ from support.training.parity_cases import (
     EXPERTS,
     HALF,
     HEAD_NORMS,
+    FURTHER_TOKENS,
     KINDS,
     LOCAL,
     LORA,
@@ -454,6 +455,7 @@ TABLES: dict[str, list[Case]] = {
     "XLNet's memory": WITH_MEMORY,
     "LoRA": LORA,
     "Mixtures of experts": EXPERTS,
+    "Multi-token prediction": FURTHER_TOKENS,
 }
 
 

@@ -1,0 +1,272 @@
+"""Multi-token prediction is the formula of DeepSeek-V3 around the block of transformers, on each document by itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from support.hf.published import as_in_files, write_random
+from support.hf.published_files import edit
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer, Glm4MoeRMSNorm
+
+from data_utils.common.batch_fields import (
+    DOC,
+    FIELDS,
+    OBJECTIVE,
+    ORD,
+    PADDING_DOC,
+    POSITION_IDS,
+    TARGETS,
+    TOKENS,
+    WEIGHTS,
+)
+from data_utils.common.errors import ConfigError
+from data_utils.common.losses import MTP
+from data_utils.common.settings import build, merge
+from data_utils.objectives import LOSS_NAMES, LOSSES
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.phase_plan import PhasePlan
+from megatron_lite.config.tree import Config
+from megatron_lite.hf.common.weights import Weights
+from megatron_lite.hf.published.source import open_published
+from megatron_lite.hf.published.tensor_map import to_ours
+from megatron_lite.telemetry.reports import objective_losses
+from megatron_lite.train.loss_normaliser import LossNormaliser
+from megatron_lite.train.step import StepCounts, StepInputs
+from megatron_lite.transformer.batch import Batch
+from megatron_lite.transformer.flops import active_count, parameter_count, step_flops
+from megatron_lite.transformer.micro_batch import MicroBatch
+from megatron_lite.transformer.router import Router
+from megatron_lite.transformer.transformer import Transformer
+
+LENGTHS = [[9, 1, 12, 2], [3, 20]]  # tokens of the documents of each row; padding follows
+WEIGHT = 0.3
+
+
+def documents(vocabulary=97):
+    rng = np.random.default_rng(3)
+    # Token 0 is padding to the class, which gives it no gradient as an input.
+    return [[rng.integers(1, vocabulary, n) for n in row] for row in LENGTHS]
+
+
+def rows_of(documents, length=32):
+    """As the objective `causal` makes them, without a token before a text."""
+    fields = np.zeros((len(documents), len(FIELDS), length), np.int32)
+    fields[:, DOC] = PADDING_DOC
+    weights = fields[:, WEIGHTS].view(np.float32)
+    for row, texts in enumerate(documents):
+        end = 0
+        for number, text in enumerate(texts):
+            start, end = end, end + len(text)
+            fields[row, TOKENS, start:end] = text
+            fields[row, TARGETS, start : end - 1] = text[1:]
+            weights[row, start : end - 1] = 1.0
+            fields[row, [POSITION_IDS, ORD], start:end] = np.arange(len(text))
+            fields[row, DOC, start:end], fields[row, OBJECTIVE, start:end] = number, 3
+    return fields
+
+
+def rms(x, weight, epsilon):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * weight
+
+
+class Further(torch.nn.Module):
+    """The formula: the paper's h' = M [RMSNorm(h); RMSNorm(Emb(t))], with the embedding first, as in published files."""
+
+    def __init__(self, theirs):
+        super().__init__()
+        config, width = theirs.config, theirs.config.hidden_size
+        self.block = Glm4MoeDecoderLayer(config, config.num_hidden_layers)
+        self.enorm, self.hnorm, self.last = (Glm4MoeRMSNorm(width, config.rms_norm_eps) for _ in range(3))
+        self.eh_proj = torch.nn.Linear(2 * width, width, bias=False)
+        for tensor in self.state_dict().values():
+            torch.nn.init.normal_(tensor, 0.2, 0.3)
+
+    def forward(self, theirs, text):
+        """Cross entropies of the token after the next of one document, [len(text) - 2]."""
+        body, epsilon = theirs.model, theirs.config.rms_norm_eps
+        hidden = body(text[None], use_cache=False).last_hidden_state[:, :-1]  # after the norm
+        joined = [
+            rms(body.embed_tokens(text[None, 1:]), self.enorm.weight, epsilon),
+            rms(hidden, self.hnorm.weight, epsilon),
+        ]
+        x = torch.cat(joined, -1) @ self.eh_proj.weight.T
+        n = x.shape[1]
+        mask = torch.full((n, n), float("-inf")).triu(1)[None, None]
+        angles = body.rotary_emb(x, torch.arange(n)[None])
+        y = self.block(x, attention_mask=mask, position_embeddings=angles)
+        logits = theirs.lm_head(rms(y, self.last.weight, epsilon))[0]
+        return F.cross_entropy(logits[:-1], text[2:], reduction="none")
+
+    def in_files(self, tensors, layer):
+        """Tensors by our names here, as files have them."""
+        names = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "last": "shared_head.norm"}
+        named = {}
+        for name, tensor in tensors.items():
+            part, _, rest = name.partition(".")
+            named[f"model.layers.{layer}.{rest if part == 'block' else f'{names[part]}.{rest}'}"] = tensor
+        return as_in_files(named)
+
+
+def write_with_further(directory, case="glm4_moe"):
+    """A directory of the class with the layer, and the model and the layer as transformers has them."""
+    torch.manual_seed(4)
+    theirs = write_random(case, directory)
+    theirs.config._attn_implementation = "eager"
+    further = Further(theirs)
+    state = load_file(directory / "model.safetensors")
+    layer = theirs.config.num_hidden_layers
+    state |= further.in_files(further.state_dict(), layer)
+    state[f"model.layers.{layer}.embed_tokens.weight"] = state["model.embed_tokens.weight"].clone()
+    state[f"model.layers.{layer}.shared_head.head.weight"] = state["lm_head.weight"].clone()
+    save_file(
+        {name: x.contiguous() for name, x in state.items()}, directory / "model.safetensors", {"format": "pt"}
+    )
+    edit(directory, num_nextn_predict_layers=1)
+    return theirs, further
+
+
+def loaded(source, **options):
+    model = Transformer(build(ModelConfig, {**source.settings, **options}), num_losses=len(LOSSES))
+    weights = to_ours(source.theirs, source.mappings)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            read = weights.read(name)
+            parameter.zero_()[: len(read)] = read
+    return model
+
+
+def test_loss_and_gradients_are_those_of_the_formula(tmp_path):
+    """Of packed documents as of each alone; in one process, with the layer read from a directory."""
+    theirs, further = write_with_further(tmp_path)
+    source = open_published(tmp_path)
+    model, texts = loaded(source), documents()
+    batch = Batch(rows_of(texts))
+    data = MicroBatch.from_batch(batch, torch.device("cpu"), model.config)
+    whole = [torch.from_numpy(text) for row in texts for text in row]
+    first = torch.cat([F.cross_entropy(theirs(t[None]).logits[0, :-1], t[1:], reduction="none") for t in whole])
+    second = torch.cat([further(theirs, t) for t in whole if len(t) > 2])
+    (first.mean() + WEIGHT * second.mean()).backward()
+
+    data.further_factor = WEIGHT / len(second) * len(first)
+    loss, sums = model(data)
+    (loss / len(first)).backward()
+    counts = {LOSSES[i].name: (loss.item(), n.item()) for i, (loss, n) in enumerate(sums) if n}
+    assert counts == {
+        "causal": (pytest.approx(first.sum().item(), rel=1e-5), len(first)),
+        "mtp": (pytest.approx(second.sum().item(), rel=1e-5), len(second)),
+    }
+    assert len(second) == sum(max(0, n - 2) for row in LENGTHS for n in row)
+    gradients = as_in_files({name: p.grad for name, p in theirs.named_parameters()})
+    of_layer = {name: p.grad for name, p in further.named_parameters()}
+    gradients |= further.in_files(of_layer, theirs.config.num_hidden_layers)
+    expected = to_ours(Weights(source.theirs.shapes, gradients.__getitem__), source.mappings)
+    largest = max(grad.abs().max() for grad in gradients.values())
+    for name, parameter in model.named_parameters():
+        if name.endswith("router.bias"):
+            assert parameter.grad is None
+        else:
+            grad = parameter.grad[: expected.shapes[name][0]]
+            torch.testing.assert_close(grad, expected.read(name), rtol=1e-5, atol=1e-5 * largest)
+    # Its router counts tokens as those of the other blocks do.
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    chosen = model.config.experts.per_token
+    assert [router.step_sums[: model.config.experts.count].sum() / chosen for router in routers] == [
+        batch.tokens
+    ] * 3
+    with torch.no_grad():
+        assert [LOSSES[i].name for i, (_, n) in enumerate(model(data)[1]) if n] == ["causal"]
+
+
+TREE = {
+    "model": {
+        "num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 97, "mtp_layers": 1,
+        "positions": "rotary", "attention_dropout": 0.0, "output_dropout": 0.0, "embedding_dropout": 0.0,
+    },
+    "objectives": {"causal": 1}, "training": {"steps": 2, "mtp_weight": WEIGHT}, "batch": {"micro_batch_size": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("normalization", ["global_tokens", "per_objective", "mean_of_means"])
+def test_its_weight_is_of_the_mean_over_the_step(normalization):
+    """On two ranks with two micro-batches each, of unequal lengths: whatever divides the other losses."""
+    config = build(Config, merge(TREE, {"training": {"loss_normalization": normalization}}))
+    rng = np.random.default_rng(0)
+    batches = [Batch(rows_of([[rng.integers(0, 97, n) for n in (3 * i + 2, 7)]])) for i in range(4)]
+    inputs = [StepInputs([], StepCounts.zeros(len(LOSSES))) for _ in range(2)]
+    for number, batch in enumerate(batches):
+        of_rank = inputs[number % 2]
+        of_rank.counts.add(batch, config.model)
+        of_rank.micro_batch_divisors.append(batch.loss_divisor)
+        of_rank.micro_batches.append(MicroBatch.from_batch(batch, torch.device("cpu"), config.model))
+    divisors = np.sum([each.counts.loss_divisors for each in inputs], axis=0).tolist()
+    count = sum(3 * i + 5 for i in range(4))
+    assert divisors[MTP.number] == count and sum(divisors) == 2 * count + 8
+    normaliser = LossNormaliser(config.phase_plan, LOSS_NAMES, 2)
+    model = Transformer(config.model, num_losses=len(LOSSES))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    total = main = 0.0
+    sums = torch.zeros(len(LOSSES), 2, dtype=torch.float64)
+    for of_rank in inputs:
+        for data in normaliser.micro_batches(of_rank, divisors, 0):
+            loss, of_losses = model(data)
+            total += loss * data.loss_factor
+            main += of_losses[3, 0] * data.loss_factor
+            sums += of_losses
+    assert sums[MTP.number, 1] == count
+    assert (total - main).item() == pytest.approx(WEIGHT * (sums[MTP.number, 0] / count).item(), rel=1e-5)
+    shown = normaliser.means(torch.cat([sums, torch.zeros(len(LOSSES), 1)], 1).numpy(), 1)
+    assert shown["loss"] == shown["loss/causal"] and shown["loss/mtp"] > 0
+
+
+def test_a_phase_changes_its_weight():
+    phases = [{"steps": 1}, {"mtp_weight": 0.1}]
+    plan = PhasePlan(build(Config, merge(TREE, {"phases": phases, "data": {"train": [{"prefix": "x"}]}})))
+    assert [plan.config(step).training.mtp_weight for step in range(2)] == [WEIGHT, 0.1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"objectives": {"causal": 1, "prefix_lm": 1}}, "objectives prefix_lm"),
+        ({"parallel": {"zero_stage": 3}}, "parallel.zero_stage 3"),
+        ({"model": {"share_layers": "all"}}, "model.share_layers all"),
+        ({"model": {"decoder_layers": 1, "positions": "learned"}}, "objectives has causal|decoder_layers"),
+    ],
+)
+def test_what_it_does_not_support_is_refused(changes, part):
+    with pytest.raises(ConfigError, match=part):
+        build(Config, merge(TREE, changes))
+
+
+def test_its_weight_without_the_layer_is_refused():
+    with pytest.raises(ConfigError, match="mtp_weight is 0.1, but model.mtp_layers is 0; set that to 1"):
+        build(Config, merge(TREE, {"model": {"mtp_layers": 0}, "training": {"mtp_weight": 0.1}}))
+
+
+def test_counts_of_the_layer():
+    """Parameters and FLOPs: a further block, the product that joins its inputs, four norms, and the head again."""
+    changes = {"experts": {"count": 4, "per_token": 2, "width": 12}, "biases": "none", "ffn": "gated"}
+    tree = {**TREE["model"], **changes, "rms_norm": True}
+    with_layer, without, deeper = (
+        build(ModelConfig, {**tree, **sizes})
+        for sizes in ({}, {"mtp_layers": 0}, {"mtp_layers": 0, "num_layers": 2})
+    )
+    for count in (parameter_count, active_count):
+        assert count(with_layer) - count(deeper) == 2 * 16 * 16 + 3 * 16
+    difference = step_flops(with_layer, 100, 150, 900) - step_flops(deeper, 100, 150, 900)
+    assert difference == 6 * 100 * 2 * 16 * 16 and step_flops(without, 100, 150, 900) < step_flops(
+        deeper, 100, 150, 900
+    )
+    batch, counts = Batch(rows_of(documents())), StepCounts.zeros(len(LOSSES))
+    counts.add(batch, with_layer)
+    assert counts.loss_tokens == sum(max(0, n - 1) + max(0, n - 2) for row in LENGTHS for n in row)
+
+
+def test_the_logged_loss_has_no_part_of_it():
+    sums = np.zeros((len(LOSSES), 3))
+    sums[3], sums[MTP.number] = (6.0, 3.0, 0.0), (20.0, 2.0, 0.0)
+    assert objective_losses(sums, LOSS_NAMES) == {"loss": 2.0, "loss/causal": 2.0, "loss/mtp": 10.0}
