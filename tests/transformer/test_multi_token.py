@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from support.hf.further_tokens import add_further
 from support.hf.published import as_in_files, write_random
-from support.hf.published_files import edit
-from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer, Glm4MoeRMSNorm
 
 from data_utils.common.batch_fields import (
     DOC,
@@ -68,66 +66,6 @@ def rows_of(documents, length=32):
     return fields
 
 
-def rms(x, weight, epsilon):
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * weight
-
-
-class Further(torch.nn.Module):
-    """The formula: the paper's h' = M [RMSNorm(h); RMSNorm(Emb(t))], with the embedding first, as in published files."""
-
-    def __init__(self, theirs):
-        super().__init__()
-        config, width = theirs.config, theirs.config.hidden_size
-        self.block = Glm4MoeDecoderLayer(config, config.num_hidden_layers)
-        self.enorm, self.hnorm, self.last = (Glm4MoeRMSNorm(width, config.rms_norm_eps) for _ in range(3))
-        self.eh_proj = torch.nn.Linear(2 * width, width, bias=False)
-        for tensor in self.state_dict().values():
-            torch.nn.init.normal_(tensor, 0.2, 0.3)
-
-    def forward(self, theirs, text):
-        """Cross entropies of the token after the next of one document, [len(text) - 2]."""
-        body, epsilon = theirs.model, theirs.config.rms_norm_eps
-        hidden = body(text[None], use_cache=False).last_hidden_state[:, :-1]  # after the norm
-        joined = [
-            rms(body.embed_tokens(text[None, 1:]), self.enorm.weight, epsilon),
-            rms(hidden, self.hnorm.weight, epsilon),
-        ]
-        x = torch.cat(joined, -1) @ self.eh_proj.weight.T
-        n = x.shape[1]
-        mask = torch.full((n, n), float("-inf")).triu(1)[None, None]
-        angles = body.rotary_emb(x, torch.arange(n)[None])
-        y = self.block(x, attention_mask=mask, position_embeddings=angles)
-        logits = theirs.lm_head(rms(y, self.last.weight, epsilon))[0]
-        return F.cross_entropy(logits[:-1], text[2:], reduction="none")
-
-    def in_files(self, tensors, layer):
-        """Tensors by our names here, as files have them."""
-        names = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "last": "shared_head.norm"}
-        named = {}
-        for name, tensor in tensors.items():
-            part, _, rest = name.partition(".")
-            named[f"model.layers.{layer}.{rest if part == 'block' else f'{names[part]}.{rest}'}"] = tensor
-        return as_in_files(named)
-
-
-def write_with_further(directory, case="glm4_moe"):
-    """A directory of the class with the layer, and the model and the layer as transformers has them."""
-    torch.manual_seed(4)
-    theirs = write_random(case, directory)
-    theirs.config._attn_implementation = "eager"
-    further = Further(theirs)
-    state = load_file(directory / "model.safetensors")
-    layer = theirs.config.num_hidden_layers
-    state |= further.in_files(further.state_dict(), layer)
-    state[f"model.layers.{layer}.embed_tokens.weight"] = state["model.embed_tokens.weight"].clone()
-    state[f"model.layers.{layer}.shared_head.head.weight"] = state["lm_head.weight"].clone()
-    save_file(
-        {name: x.contiguous() for name, x in state.items()}, directory / "model.safetensors", {"format": "pt"}
-    )
-    edit(directory, num_nextn_predict_layers=1)
-    return theirs, further
-
-
 def loaded(source, **options):
     model = Transformer(build(ModelConfig, {**source.settings, **options}), num_losses=len(LOSSES))
     weights = to_ours(source.theirs, source.mappings)
@@ -140,7 +78,8 @@ def loaded(source, **options):
 
 def test_loss_and_gradients_are_those_of_the_formula(tmp_path):
     """Of packed documents as of each alone; in one process, with the layer read from a directory."""
-    theirs, further = write_with_further(tmp_path)
+    theirs = write_random("glm4_moe", tmp_path)
+    further = add_further(theirs, tmp_path)
     source = open_published(tmp_path)
     model, texts = loaded(source), documents()
     batch = Batch(rows_of(texts))
