@@ -365,6 +365,12 @@ def _check_further_tokens(config: Config) -> None:
         ("objectives", ", ".join(others), not others, alone(config, "causal")),
         ("task.kind", config.task and config.task.kind, config.task is None, "task=null"),
         ("parallel.zero_stage", parallel.zero_stage, parallel.zero_stage < 3, "parallel.zero_stage=1"),
+        (
+            "training.loss_normalization",
+            config.training.loss_normalization,
+            config.training.loss_normalization == "global_tokens",
+            "training.loss_normalization=global_tokens",
+        ),
         ("training.cuda_graphs", True, not config.training.cuda_graphs, "training.cuda_graphs=false"),
         *(
             (f"model.{name}", getattr(model, name), is_plain, f"model.{name}={plain}")

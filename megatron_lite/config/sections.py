@@ -13,12 +13,10 @@ from urllib.parse import parse_qsl
 from data_utils.common.errors import ConfigError
 from data_utils.common.setting_files import shown
 from data_utils.common.settings import REQUIRED, check, checked, setting, setting_mapping
-from data_utils.common.losses import MTP
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.attention import CHOICES
 
 OPTIMIZERS = ("adamw", "lamb", "stable_adamw", "adafactor", "muon")
-_WEIGHTED_LOSSES = tuple(name for name in LOSS_NAMES if name != MTP.name)  # that has mtp_weight
 LOSS_NORMALIZATIONS = ("global_tokens", "per_objective", "mean_of_means")
 # Names of URL parameters that hold a credential.
 _SECRET = re.compile(r"token|key|secret|pass|pwd|auth|credential|sig(nature)?$|session", re.IGNORECASE)
@@ -288,8 +286,8 @@ class TrainingConfig:
         )
         for name, weight in self.loss_weights.items():
             check(
-                name in _WEIGHTED_LOSSES,
-                f"training.loss_weights contains {shown(name)}; it must be one of {', '.join(_WEIGHTED_LOSSES)}.",
+                name in LOSS_NAMES,
+                f"training.loss_weights contains {shown(name)}; it must be one of {', '.join(LOSS_NAMES)}.",
             )
             number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
             check(

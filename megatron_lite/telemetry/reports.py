@@ -104,8 +104,7 @@ def objective_losses(
         tokens = sum(weight for name, weight in zip(names, weights, strict=True) if name in counted)
         total = float(losses[is_main].sum() / tokens) if tokens else float("nan")
     else:
-        main = {name: mean for name, mean in means.items() if name != MTP.name}
-        total = sum(factors.get(name, 1.0) * mean for name, mean in main.items()) if main else float("nan")
+        total = sum(factors.get(name, 1.0) * mean for name, mean in means.items()) if means else float("nan")
     values = {"loss": total, **{f"loss/{name}": mean for name, mean in means.items()}}
     if not z_losses.any():
         return values

@@ -51,7 +51,7 @@ class ExtraInputs:
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     # Makes `MicroBatch.extra_inputs` of these arrays, on the host and on the device.
     make: MakeInputs = _no_inputs
-    # fp32: of losses that the vocabulary's head does not compute, and the number of each one's loss, int64.
+    # fp32: of losses other than those of the tokens' own targets, and the number of each one's loss, int64.
     weights: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
     weight_objectives: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     # Positions with a loss and their targets, in place of those of the tokens' weights.

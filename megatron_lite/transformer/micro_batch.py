@@ -40,7 +40,7 @@ class MicroBatch:
     loss_positions: LossPositions[torch.Tensor]
     targets: torch.Tensor  # int32 [K + P + M]
     weights: torch.Tensor  # fp32 [K + P + M]: of the loss at each position
-    extra_weights: torch.Tensor  # fp32: of losses of the model that the vocabulary's head does not compute
+    extra_weights: torch.Tensor  # fp32: of losses of the model other than those of the tokens' own targets
     extra_inputs: Any  # what a task or a model reads besides the tokens, see `ExtraInputs`; None = nothing
     dropout: Dropout | None
     buffer: NamedBuffer  # all tensors above, and those of the plan
@@ -52,7 +52,6 @@ class MicroBatch:
     sequence: torch.Tensor | None  # int32 [T], of each token, -1 for padding; None: no router counts them
     sequences: int
     loss_factor: float = 1.0  # multiplies its loss sum into its share of the step's loss
-    further_factor: float = 1.0  # multiplies the loss sum of its further tokens (MTP) besides
     step_share: float = 1.0  # 1 over the number of micro-batches of the step on all ranks
     loss_scale: float = (
         1.0  # of the step in fp16, which losses that the engine does not see multiply themselves

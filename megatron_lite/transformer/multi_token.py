@@ -41,8 +41,7 @@ class FurtherTokens:
 
     next_tokens: torch.Tensor  # int32 [T]; 0 at the end of a document, which no other token sees
     loss_positions: LossPositions[torch.Tensor]
-    targets: torch.Tensor  # int32 [K]
-    weights: torch.Tensor  # fp32 [K]
+    targets: torch.Tensor  # int32 [K]; their weights are `MicroBatch.extra_weights`
 
     @staticmethod
     def inputs(batch: Batch, order: np.ndarray, few_counts: bool, config: ModelConfig) -> ExtraInputs:
@@ -56,10 +55,10 @@ class FurtherTokens:
         arrays = {
             "next_tokens": next_tokens,
             "targets": np.where(is_token, targets[predicted], 0),
-            "weights": np.where(is_token, weights[predicted], np.float32(0.0)),
             **{f"positions.{name}": array for name, array in vars(positions).items()},
         }
-        return ExtraInputs(arrays, FurtherTokens.of)
+        weights = np.where(is_token, weights[predicted], np.float32(0.0))
+        return ExtraInputs(arrays, FurtherTokens.of, weights, positions.objectives)
 
     @staticmethod
     def of(tensors: dict[str, torch.Tensor]) -> FurtherTokens:
@@ -69,8 +68,7 @@ class FurtherTokens:
             for name, x in tensors.items()
             if name.startswith("positions.")
         }
-        others = {name: tensors[name] for name in ("next_tokens", "targets", "weights")}
-        return FurtherTokens(loss_positions=LossPositions(**positions), **others)
+        return FurtherTokens(tensors["next_tokens"], LossPositions(**positions), tensors["targets"])
 
 
 class MultiTokenBlock(Block):
@@ -98,7 +96,7 @@ class MultiTokenBlock(Block):
         smoothing: float,
         z_loss: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`sum_losses` of the further tokens, the first of them times the batch's `further_factor`.
+        """`sum_losses` of the further tokens.
 
         Args: hidden: of the last block, [T, D], or this rank's tokens of it. norm: the model's final norm.
         """
@@ -119,9 +117,8 @@ class MultiTokenBlock(Block):
             batch,
             loss_positions=further.loss_positions,
             targets=further.targets,
-            weights=further.weights,
+            weights=batch.extra_weights,
         )
         vectors, classes = heads(x, batch.loss_positions, self.final_layernorm, context.dropout)
         logits = loss_logits(heads, vectors, words, len(batch.loss_positions.boundaries))
-        loss, sums = sum_losses((logits, classes), batch, words, num_losses, smoothing, z_loss)
-        return loss * batch.further_factor, sums
+        return sum_losses((logits, classes), batch, words, num_losses, smoothing, z_loss)

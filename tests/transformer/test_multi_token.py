@@ -30,7 +30,6 @@ from megatron_lite.config.tree import Config
 from megatron_lite.hf.common.weights import Weights
 from megatron_lite.hf.published.source import open_published
 from megatron_lite.hf.published.tensor_map import to_ours
-from megatron_lite.telemetry.reports import objective_losses
 from megatron_lite.train.loss_normaliser import LossNormaliser
 from megatron_lite.train.step import StepCounts, StepInputs
 from megatron_lite.transformer.batch import Batch
@@ -89,8 +88,11 @@ def test_loss_and_gradients_are_those_of_the_formula(tmp_path):
     second = torch.cat([further(theirs, t) for t in whole if len(t) > 2])
     (first.mean() + WEIGHT * second.mean()).backward()
 
-    data.further_factor = WEIGHT / len(second) * len(first)
+    scales = np.ones(len(LOSSES), np.float32)
+    scales[MTP.number] = WEIGHT / len(second) * len(first)
+    data.scale_weights(scales)
     loss, sums = model(data)
+    sums[MTP.number] /= scales[MTP.number]
     (loss / len(first)).backward()
     counts = {LOSSES[i].name: (loss.item(), n.item()) for i, (loss, n) in enumerate(sums) if n}
     assert counts == {
@@ -128,10 +130,9 @@ TREE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("normalization", ["global_tokens", "per_objective", "mean_of_means"])
-def test_its_weight_is_of_the_mean_over_the_step(normalization):
-    """On two ranks with two micro-batches each, of unequal lengths: whatever divides the other losses."""
-    config = build(Config, merge(TREE, {"training": {"loss_normalization": normalization}}))
+def test_its_weight_is_of_the_mean_over_the_step():
+    """On two ranks with two micro-batches each, of unequal lengths; the logged loss has no part of it."""
+    config = build(Config, TREE)
     rng = np.random.default_rng(0)
     batches = [Batch(rows_of([[rng.integers(0, 97, n) for n in (3 * i + 2, 7)]])) for i in range(4)]
     inputs = [StepInputs([], StepCounts.zeros(len(LOSSES))) for _ in range(2)]
@@ -140,25 +141,26 @@ def test_its_weight_is_of_the_mean_over_the_step(normalization):
         of_rank.counts.add(batch, config.model)
         of_rank.micro_batch_divisors.append(batch.loss_divisor)
         of_rank.micro_batches.append(MicroBatch.from_batch(batch, torch.device("cpu"), config.model))
-    divisors = np.sum([each.counts.loss_divisors for each in inputs], axis=0).tolist()
-    count = sum(3 * i + 5 for i in range(4))
-    assert divisors[MTP.number] == count and sum(divisors) == 2 * count + 8
-    normaliser = LossNormaliser(config.phase_plan, LOSS_NAMES, 2)
     model = Transformer(config.model, num_losses=len(LOSSES))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    total = main = 0.0
-    sums = torch.zeros(len(LOSSES), 2, dtype=torch.float64)
+    plain = [model(data)[1] for of_rank in inputs for data in of_rank.micro_batches]
+    expected = torch.stack(plain).sum(0)
+    further, first = expected[MTP.number], expected[3]
+    assert [further[1], first[1]] == [sum(3 * i + 5 for i in range(4)), sum(3 * i + 7 for i in range(4))]
+
+    divisors = np.sum([each.counts.loss_divisors for each in inputs], axis=0).tolist()
+    normaliser = LossNormaliser(config.phase_plan, LOSS_NAMES, 2)
+    total, sums = 0.0, torch.zeros(len(LOSSES), 3, dtype=torch.float64)
     for of_rank in inputs:
         for data in normaliser.micro_batches(of_rank, divisors, 0):
             loss, of_losses = model(data)
-            total += loss * data.loss_factor
-            main += of_losses[3, 0] * data.loss_factor
-            sums += of_losses
-    assert sums[MTP.number, 1] == count
-    assert (total - main).item() == pytest.approx(WEIGHT * (sums[MTP.number, 0] / count).item(), rel=1e-5)
-    shown = normaliser.means(torch.cat([sums, torch.zeros(len(LOSSES), 1)], 1).numpy(), 1)
-    assert shown["loss"] == shown["loss/causal"] and shown["loss/mtp"] > 0
+            total += (loss * data.loss_factor).item()
+            sums[:, :2] += of_losses
+    means = {"loss/causal": (first[0] / first[1]).item(), "loss/mtp": (further[0] / further[1]).item()}
+    assert total == pytest.approx(means["loss/causal"] + WEIGHT * means["loss/mtp"], rel=1e-5)
+    shown = normaliser.means(sums.numpy(), 1)
+    assert shown == pytest.approx({"loss": means["loss/causal"], **means}, rel=1e-5)
 
 
 def test_a_phase_changes_its_weight():
@@ -171,6 +173,7 @@ def test_a_phase_changes_its_weight():
     ("changes", "part"),
     [
         ({"objectives": {"causal": 1, "prefix_lm": 1}}, "objectives prefix_lm"),
+        ({"training": {"loss_normalization": "per_objective"}}, "training.loss_normalization per_objective"),
         ({"parallel": {"zero_stage": 3}}, "parallel.zero_stage 3"),
         ({"model": {"share_layers": "all"}}, "model.share_layers all"),
         ({"model": {"decoder_layers": 1, "positions": "learned"}}, "objectives has causal|decoder_layers"),
@@ -203,9 +206,3 @@ def test_counts_of_the_layer():
     batch, counts = Batch(rows_of(documents())), StepCounts.zeros(len(LOSSES))
     counts.add(batch, with_layer)
     assert counts.loss_tokens == sum(max(0, n - 1) + max(0, n - 2) for row in LENGTHS for n in row)
-
-
-def test_the_logged_loss_has_no_part_of_it():
-    sums = np.zeros((len(LOSSES), 3))
-    sums[3], sums[MTP.number] = (6.0, 3.0, 0.0), (20.0, 2.0, 0.0)
-    assert objective_losses(sums, LOSS_NAMES) == {"loss": 2.0, "loss/causal": 2.0, "loss/mtp": 10.0}
