@@ -263,9 +263,7 @@ class _Stages(PipelineModule):
                 for function in (None, _Words.project)
             )
         positions = LayerSpec(_Positions, model, parallel)
-        readout = LayerSpec(
-            _Readout, model, parallel, config.training.loss_rows, config.training.recompute
-        )
+        readout = LayerSpec(_Readout, model, parallel, config.training.loss_rows, config.training.recompute)
         layers = [words, positions, *blocks, readout, project]
         self.costs = layer_costs(model, config.loss_share)
         topology = PipeModelDataParallelTopology(

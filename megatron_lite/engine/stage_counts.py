@@ -10,7 +10,10 @@ from megatron_lite.config.tree import Config
 
 
 def stage_shares(config: Config) -> list[tuple[int, bool, bool]]:
-    """Blocks of each stage, that of further tokens on the last, and whether it begins with the embedding and ends with the head."""
+    """Blocks of each stage, and whether it begins with the embedding and ends with the head.
+
+    The block of further tokens is on the last.
+    """
     return list(_shares(config.model, config.loss_share, config.parallel.pipeline_parallel_size))
 
 

@@ -89,8 +89,8 @@ def objective_losses(
     The total, and `z_loss` where there is one, is what training minimises. Without `factors` it is the sum
     of all losses divided by the number of predicted tokens (of OPTIMUS by that of sentences); what SpanBERT's second
     loss predicts, and the sentences of OPTIMUS's divergence, are counted once. With `factors` (`per_objective`) it is
-    the sum of the means, each times its factor; with `last_divides` the sum of all over the weight of the last. The loss
-    of further tokens (MTP) is shown apart, and is no part of it.
+    the sum of the means, each times its factor; with `last_divides` the sum of all over the weight of the last. The
+    loss of further tokens (MTP) is shown apart, and is no part of it.
     """
     losses, weights, z_losses = sums[:, 0], sums[:, 1], sums[:, 2:]
     is_main = np.array([name != MTP.name for name in names])

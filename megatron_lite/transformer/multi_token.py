@@ -64,9 +64,7 @@ class FurtherTokens:
     def of(tensors: dict[str, torch.Tensor]) -> FurtherTokens:
         """Args: tensors: by the names in `inputs`."""
         positions = {
-            name.removeprefix("positions."): x
-            for name, x in tensors.items()
-            if name.startswith("positions.")
+            name.removeprefix("positions."): x for name, x in tensors.items() if name.startswith("positions.")
         }
         return FurtherTokens(tensors["next_tokens"], LossPositions(**positions), tensors["targets"])
 

@@ -1,4 +1,4 @@
-"""The layer of further tokens (MTP) in directories of GLM-4.5: there and back bit-equal, without it, and with another."""
+"""The layer of further tokens (MTP) in directories of GLM-4.5: there and back bit-equal, without it, with another."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def import_with(source, output, **model):
     """The run, its settings of the layer, and its parameters of it."""
     import_directory(source, output, merge(SETTINGS, {"model": model}))
     run = open_run(output)
-    return run.config.model.mtp_layers, [name for name in run.checkpoint.shapes if name.startswith("layers.2.")]
+    return run.config.model.mtp_layers, [
+        name for name in run.checkpoint.shapes if name.startswith("layers.2.")
+    ]
 
 
 def test_it_comes_back_bit_equal_and_the_class_ignores_it(released, tmp_path):

@@ -1,4 +1,4 @@
-"""A run with multi-token prediction is the same in every layout, and after a resume; documents are packed in its rows."""
+"""A run with multi-token prediction is the same in every layout, and after a resume; its rows pack documents."""
 
 from __future__ import annotations
 
@@ -22,7 +22,15 @@ MODEL = {
         "balance_loss": 0.5,
     },
 }  # fmt: skip
-MEASURES = ("loss", "loss/causal", "loss/mtp", "grad_norm", "balance_loss", "expert_load_highest", "expert_bias_range")
+MEASURES = (
+    "loss",
+    "loss/causal",
+    "loss/mtp",
+    "grad_norm",
+    "balance_loss",
+    "expert_load_highest",
+    "expert_bias_range",
+)
 
 
 def run_of(settings, directory, **changes):

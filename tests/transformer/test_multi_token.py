@@ -27,6 +27,7 @@ from data_utils.objectives import LOSS_NAMES, LOSSES
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.phase_plan import PhasePlan
 from megatron_lite.config.tree import Config
+from megatron_lite.finetune.setup import load_tree
 from megatron_lite.hf.common.weights import Weights
 from megatron_lite.hf.published.source import open_published
 from megatron_lite.hf.published.tensor_map import to_ours
@@ -84,7 +85,9 @@ def test_loss_and_gradients_are_those_of_the_formula(tmp_path):
     batch = Batch(rows_of(texts))
     data = MicroBatch.from_batch(batch, torch.device("cpu"), model.config)
     whole = [torch.from_numpy(text) for row in texts for text in row]
-    first = torch.cat([F.cross_entropy(theirs(t[None]).logits[0, :-1], t[1:], reduction="none") for t in whole])
+    first = torch.cat(
+        [F.cross_entropy(theirs(t[None]).logits[0, :-1], t[1:], reduction="none") for t in whole]
+    )
     second = torch.cat([further(theirs, t) for t in whole if len(t) > 2])
     (first.mean() + WEIGHT * second.mean()).backward()
 
@@ -185,8 +188,23 @@ def test_what_it_does_not_support_is_refused(changes, part):
 
 
 def test_its_weight_without_the_layer_is_refused():
-    with pytest.raises(ConfigError, match="mtp_weight is 0.1, but model.mtp_layers is 0; set that to 1"):
+    with pytest.raises(ConfigError, match=r"mtp_weight is 0\.1, but model\.mtp_layers is 0; set that to 1"):
         build(Config, merge(TREE, {"model": {"mtp_layers": 0}, "training": {"mtp_weight": 0.1}}))
+
+
+def test_fine_tuning_leaves_it_out():
+    pretrained = merge(TREE, {"training": {"mtp_weight": 0.1}})
+    tree = load_tree([], None, ["task.kind=classification"], pretrained)
+    assert "mtp_layers" not in tree["model"] and "mtp_weight" not in tree["training"]
+    task = {
+        "name": "mine",
+        "reader": "jsonl",
+        "kind": "seq2seq",
+        "train": "a.jsonl",
+        "validation": ["b.jsonl"],
+    }
+    with pytest.raises(ConfigError, match=r"mtp_layers is 1 with task\.kind seq2seq"):
+        build(Config, merge(TREE, {"task": task}))
 
 
 def test_counts_of_the_layer():

@@ -292,7 +292,7 @@ def load_class(
             directory, dtype=dtype, output_loading_info=True, local_files_only=True, **config
         )
     ignored = () if source is None else tuple(source.ignored)
-    # Of GLM-4.5 the class ignores the layer of further tokens itself, of models with other numbers of layers it does not.
+    # The class ignores the layer of further tokens by its number in GLM-4.5 and -Air, and in no other model.
     further = FURTHER_LAYER.format(getattr(model.config, "num_hidden_layers", None))
     has_further = getattr(model.config, "num_nextn_predict_layers", 0)
     unexpected = [

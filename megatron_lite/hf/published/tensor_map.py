@@ -65,7 +65,9 @@ def tensor_mappings(
         count = (
             config.num_layers + config.mtp_layers
             if "{i}" in rule.ours
-            else config.decoder_layers if "{d}" in rule.ours else 1
+            else config.decoder_layers
+            if "{d}" in rule.ours
+            else 1
         )
         experts = config.experts.count if config.experts is not None and "{e}" in rule.ours else 1
         for i, e in itertools.product(range(count), range(experts)):

@@ -1,4 +1,4 @@
-"""The layer of further tokens (MTP) of GLM-4.5 in plain torch around the block of transformers, and as files have it."""
+"""The layer of further tokens (MTP) of GLM-4.5 in plain torch with the block of transformers, and as files have it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def rms(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
 
 
 class Further(torch.nn.Module):
-    """The formula: the paper's h' = M [RMSNorm(h); RMSNorm(Emb(t))], with the embedding first, as in published files."""
+    """The formula: the paper's h' = M [RMSNorm(h); RMSNorm(Emb(t))], embedding first, as in published files."""
 
     def __init__(self, theirs: Any):
         super().__init__()
