@@ -24,10 +24,10 @@ from data_utils.common.batch_fields import (
     TOKENS,
     WEIGHTS,
 )
-from data_utils.common.losses import BY_TOKENS, CLASS_LEVEL
+from data_utils.common.losses import BY_TOKENS, CLASS_LEVEL, MTP
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.transformer.attention_backends.layout import Layout, make_layout
-from megatron_lite.transformer.loss_positions import LossPositions
+from megatron_lite.transformer.loss_positions import LossPositions, find_loss_positions
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +56,25 @@ class ExtraInputs:
     weight_objectives: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     # Positions with a loss and their targets, in place of those of the tokens' weights.
     predictions: tuple[LossPositions[np.ndarray], np.ndarray] | None = None
+
+
+@dataclass(frozen=True)
+class FurtherTokens:
+    """What the block of further tokens reads of a micro-batch (multi_token.py): T tokens, K of them with such a loss.
+
+    The weights of the losses are `MicroBatch.extra_weights`.
+    """
+
+    next_tokens: torch.Tensor  # int32 [T]; 0 at the end of a document, which no other token sees
+    targets: torch.Tensor  # int32 [K]
+    loss_positions: LossPositions[torch.Tensor]
+
+    @staticmethod
+    def of(tensors: dict[str, torch.Tensor], /) -> FurtherTokens:
+        """Args: tensors: of `Batch.extra_inputs`, by name."""
+        prefix = "positions."
+        positions = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+        return FurtherTokens(tensors["next_tokens"], tensors["targets"], LossPositions(**positions))
 
 
 class Batch:
@@ -170,12 +189,23 @@ class Batch:
             predicted: int64, the tokens with a loss, counted from there, -1 for padding.
             few_counts: pad what is counted to one of few counts, see `few_count`.
         """
-        if not config.mtp_layers:
-            return ExtraInputs()
-        # Imports torch, which processes that only count batches do without.
-        from megatron_lite.transformer.multi_token import FurtherTokens
+        return self._further_inputs(order, few_counts, config) if config.mtp_layers else ExtraInputs()
 
-        return FurtherTokens.inputs(self, order, few_counts, config)
+    def _further_inputs(self, order: np.ndarray, few_counts: bool, config: ModelConfig) -> ExtraInputs:
+        """The `FurtherTokens`. Args: as for `extra_inputs`."""
+        next_tokens, targets, weights = (
+            np.where(order < 0, 0, field.reshape(-1)[order]).astype(field.dtype) for field in self.further
+        )
+        objectives = np.full(len(order), MTP.number)
+        positions, predicted = find_loss_positions(weights, objectives, config, few_counts=few_counts)
+        is_token = predicted >= 0  # False for padding up to one of few counts
+        arrays = {
+            "next_tokens": next_tokens,
+            "targets": np.where(is_token, targets[predicted], 0),
+            **{f"positions.{name}": array for name, array in vars(positions).items()},
+        }
+        weights = np.where(is_token, weights[predicted], np.float32(0.0))
+        return ExtraInputs(arrays, FurtherTokens.of, weights, positions.objectives)
 
     def padded(self, sequences: int) -> Batch:
         """The batch with sequences of padding added, without documents or loss, up to `sequences` in all."""

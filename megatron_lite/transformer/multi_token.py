@@ -6,67 +6,29 @@ h_i is the model's output after its final norm, as the classes that draft with p
 head are the model's own. The block is the model's layer number `num_layers`, after those that a prediction runs, so
 that checkpoints, biases of routers and optimizers know it as another block. Training alone computes it.
 
-Shapes: T tokens, D hidden size, K further tokens: those whose successor in the document has a loss.
+Shapes: T tokens, D hidden size.
 Sources: DeepSeek-V3, arXiv:2412.19437, section 2.2; GLM-4.5, arXiv:2508.06471.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import nn
 from torch.func import functional_call
 
-from data_utils.common.losses import MTP
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.parallel.collectives import copy_to_group
-from megatron_lite.transformer.batch import Batch, ExtraInputs
 from megatron_lite.transformer.block import Block
 from megatron_lite.transformer.dense import Linear
 from megatron_lite.transformer.forward_context import ForwardContext
 from megatron_lite.transformer.lm_head import Heads
 from megatron_lite.transformer.loss import loss_logits, sum_losses
-from megatron_lite.transformer.loss_positions import LossPositions, find_loss_positions
 from megatron_lite.transformer.micro_batch import MicroBatch
 from megatron_lite.transformer.norms import final_layernorm, make_norm
 from megatron_lite.transformer.residual import materialize
-from megatron_lite.transformer.tensor_parallel import TensorParallel, VocabParallelEmbedding, linear
-
-
-@dataclass(frozen=True)
-class FurtherTokens:
-    """What the block reads of a micro-batch besides its tokens."""
-
-    next_tokens: torch.Tensor  # int32 [T]; 0 at the end of a document, which no other token sees
-    loss_positions: LossPositions[torch.Tensor]
-    targets: torch.Tensor  # int32 [K]; their weights are `MicroBatch.extra_weights`
-
-    @staticmethod
-    def inputs(batch: Batch, order: np.ndarray, few_counts: bool, config: ModelConfig) -> ExtraInputs:
-        """Args: as for `Batch.extra_inputs`."""
-        next_tokens, targets, weights = (
-            np.where(order < 0, 0, field.reshape(-1)[order]).astype(field.dtype) for field in batch.further
-        )
-        objectives = np.full(len(order), MTP.number)
-        positions, predicted = find_loss_positions(weights, objectives, config, few_counts=few_counts)
-        is_token = predicted >= 0
-        arrays = {
-            "next_tokens": next_tokens,
-            "targets": np.where(is_token, targets[predicted], 0),
-            **{f"positions.{name}": array for name, array in vars(positions).items()},
-        }
-        weights = np.where(is_token, weights[predicted], np.float32(0.0))
-        return ExtraInputs(arrays, FurtherTokens.of, weights, positions.objectives)
-
-    @staticmethod
-    def of(tensors: dict[str, torch.Tensor]) -> FurtherTokens:
-        """Args: tensors: by the names in `inputs`."""
-        positions = {
-            name.removeprefix("positions."): x for name, x in tensors.items() if name.startswith("positions.")
-        }
-        return FurtherTokens(tensors["next_tokens"], LossPositions(**positions), tensors["targets"])
+from megatron_lite.transformer.tensor_parallel import TensorParallel, VocabParallelEmbedding
 
 
 class MultiTokenBlock(Block):
@@ -109,8 +71,7 @@ class MultiTokenBlock(Block):
         # A pipeline stage's words have another `forward`.
         embedded = VocabParallelEmbedding.forward(words, further.next_tokens)
         joined = torch.cat([self.embedding_layernorm(embedded), self.hidden_layernorm(hidden)], -1)
-        x = linear(joined, self.parallel.replicated(self.projection.weight))
-        x = materialize(self(x, context, self.layer))
+        x = materialize(self(self.projection(joined), context, self.layer))
         batch = replace(
             batch,
             loss_positions=further.loss_positions,

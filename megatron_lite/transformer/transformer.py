@@ -19,6 +19,7 @@ from torch import nn
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.parallel.collectives import SINGLE, gather_tokens
 from megatron_lite.transformer.attention_backends.interface import AttentionPlan, EncoderDecoderPlan
+from megatron_lite.transformer.batch import FurtherTokens
 from megatron_lite.transformer.block import stack
 from megatron_lite.transformer.embedding import Embedding
 from megatron_lite.transformer.encoder_decoder import (
@@ -41,7 +42,7 @@ from megatron_lite.transformer.kernels.dropout import Dropout
 from megatron_lite.transformer.lm_head import Heads
 from megatron_lite.transformer.loss import ChunkedLogits, loss_logits, prediction_losses, sum_losses
 from megatron_lite.transformer.micro_batch import MicroBatch
-from megatron_lite.transformer.multi_token import FurtherTokens, MultiTokenBlock
+from megatron_lite.transformer.multi_token import MultiTokenBlock
 from megatron_lite.transformer.norms import LayerNorm, RMSNorm, final_layernorm
 from megatron_lite.transformer.pair_records import PairInputs
 from megatron_lite.transformer.pooling import pool
