@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from data_utils.common.errors import ConfigError
+from data_utils.common.losses import MTP
 from data_utils.common.setting_files import shown
 from data_utils.common.settings import check
 from data_utils.objectives import OBJECTIVES, objective_class
@@ -360,7 +361,8 @@ def _check_further_tokens(config: Config) -> None:
             "decoder.mtp_layers is 1, but only model can have such a layer; set it to 0.",
         )
         return
-    others = [choice.name for choice in config.objective_choices if choice.name != "causal"]
+    chosen = [choice.name for choice in config.objective_choices]
+    others = [name for name in chosen if MTP not in objective_class(name).losses]
     for name, value, is_supported, remedy in (
         ("objectives", ", ".join(others), not others, alone(config, "causal")),
         ("task.kind", config.task and config.task.kind, config.task is None, "task=null"),

@@ -69,7 +69,7 @@ class StepCounts:
     @staticmethod
     def from_vector(values: Sequence[float]) -> StepCounts:
         scalars = dict(zip(_SCALAR_COUNTS, values, strict=False))
-        return StepCounts(values[len(_SCALAR_COUNTS) :], **scalars)
+        return StepCounts(list(values[len(_SCALAR_COUNTS) :]), **scalars)
 
 
 _SCALAR_COUNTS = tuple(each.name for each in fields(StepCounts) if each.name != "loss_divisors")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.data.recipes import collate, make, windows
 from support.hf.further_tokens import add_further
 from support.hf.published import as_in_files, write_random
 
@@ -122,6 +123,23 @@ def test_loss_and_gradients_are_those_of_the_formula(tmp_path):
     ] * 3
     with torch.no_grad():
         assert [LOSSES[i].name for i, (_, n) in enumerate(model(data)[1]) if n] == ["causal"]
+
+
+@pytest.mark.parametrize("begin", ["eos", "none"])
+@pytest.mark.parametrize("name", ["causal", "fill_in_middle"])
+def test_the_target_is_the_token_after_the_next_of_the_document(name, begin):
+    """Of every token that has a second successor there, and of the last but one where the last predicts the end."""
+    rows = collate(make(name, 64, begin=begin), windows(6, 64, 1))
+    further = Batch(rows).further
+    for row, tokens, targets, weights in zip(rows, *further, strict=True):
+        for number in range(row[DOC].max() + 1):
+            here = np.flatnonzero(row[DOC] == number)
+            text = row[TOKENS, here]
+            predicted = max(0, len(text) - (1 if begin == "eos" else 2))
+            assert np.array_equal(weights[here], np.arange(len(text)) < predicted)
+            assert np.array_equal(tokens[here][:-1], text[1:])
+            assert np.array_equal(targets[here][: max(0, len(text) - 2)], text[2:])
+        assert not weights[row[DOC] == PADDING_DOC].any()
 
 
 TREE = {
