@@ -34,6 +34,7 @@ REPLACED = Loss("replaced", 28)  # of every token, by a discriminator
 MASKED_DIFFUSION = Loss("masked_diffusion", 29)
 ENTITIES = Loss("entities", 36)  # of every token at which one begins, among those of its Example
 CONTRASTIVE = Loss("contrastive", 43)  # of the vectors of a global batch; no token has it, and rows name it
+MTP = Loss("mtp", 44)  # of the token after the next, by a further block; no token has it in its field
 CLASS_HEADS = {"sentence_reordering": 31, "sentence_distance": 33, "token_document": 35, "capitalization": 38,
     "discourse_relation": 40, "relevance": 42}  # fmt: skip
 SENTENCE_LEVEL = (NEXT_SENTENCE_LOSS.number, SENTENCE_ORDER_LOSS.number, 31, 33, 40, 42)

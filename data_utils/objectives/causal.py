@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from data_utils.common.batch_fields import ORD, POSITION_IDS, TOKENS
-from data_utils.common.losses import Loss
+from data_utils.common.losses import MTP, Loss
 from data_utils.common.settings import checked, setting
 from data_utils.objectives.base import RowObjective, RowSizes
 from data_utils.objectives.compiled import (
@@ -85,7 +85,7 @@ def _fill_rows(batch, chunks, tables, record):
 class Causal(RowObjective):
     name = "causal"
     config_class = CausalConfig
-    losses = (Loss("causal", 3),)
+    losses = (Loss("causal", 3), MTP)
     text_format = TextFormat("causal", "left_to_right", before=("eos",), ends=("eos",), is_causal=True)
     entry = staticmethod(_fill_rows)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from data_utils.common.batch_fields import ORD, POSITION_IDS, TARGETS, TOKENS
-from data_utils.common.losses import Loss
+from data_utils.common.losses import MTP, Loss
 from data_utils.common.random_streams import below, chance, chance_threshold
 from data_utils.common.settings import check, checked, fraction, setting
 from data_utils.objectives.base import check_token
@@ -135,7 +135,7 @@ def _fill_rows(batch, chunks, tables, record):
 class FillInMiddle(Causal):
     name = "fill_in_middle"
     config_class = FillInMiddleConfig
-    losses = (Loss("fill_in_middle", 24),)
+    losses = (Loss("fill_in_middle", 24), MTP)
     entry = staticmethod(_fill_rows)
 
     def values(self) -> dict[str, Any]:

@@ -44,8 +44,9 @@ def projections(model: Transformer) -> dict[str, nn.Module]:
     Blocks that share weights have one group, that of the first block.
     """
     groups: dict[str, nn.Module] = {}
-    encoder_layers = len(model.layers) - model.config.decoder_layers
-    for number, block in enumerate(cast("list[Any]", list(model.layers))):
+    encoder_layers = len(model.layers) - model.config.decoder_layers - model.config.mtp_layers
+    blocks = list(model.layers)[: encoder_layers + model.config.decoder_layers]
+    for number, block in enumerate(cast("list[Any]", blocks)):
         is_decoder = number >= encoder_layers
         stack, layer = ("decoder", number - encoder_layers) if is_decoder else ("layer", number)
         if block.attention.dense not in groups.values():

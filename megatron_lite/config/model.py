@@ -60,6 +60,12 @@ class ModelConfig:
     decoder_layers: int = setting(
         0, "Number of decoder blocks with cross-attention (T5, BART, MASS); 0 = no decoder.", at_least=0
     )
+    mtp_layers: int = setting(
+        0,
+        "Further blocks that predict the token after the next in training (MTP; GLM-4.5, DeepSeek-V3: 1).",
+        at_least=0,
+        at_most=1,
+    )
     hidden_size: int = setting(REQUIRED, "Hidden size.", at_least=1)
     num_attention_heads: int = setting(
         REQUIRED, "Number of attention heads; must divide hidden_size if head_dim is null.", at_least=1

@@ -45,6 +45,7 @@ class PhaseConfig:
     batch: dict[str, Any] = setting_mapping("Overrides of the section batch.")
     objectives: dict[str, Any] = setting_mapping("Replaces objectives; a subset of the run's objectives.")
     loss_weights: dict[str, Any] = setting_mapping("Replaces training.loss_weights.")
+    mtp_weight: float | None = setting(None, "Replaces training.mtp_weight.", at_least=0)
     skip_samples: int = setting(
         0, "Samples that are left out before the phase, such as those around a loss spike.", at_least=0
     )
@@ -88,6 +89,8 @@ class PhaseConfig:
             merged["objectives"] = self.objectives
         if self.loss_weights:
             merged["training"] = {**merged["training"], "loss_weights": self.loss_weights}
+        if self.mtp_weight is not None:
+            merged["training"] = {**merged["training"], "mtp_weight": self.mtp_weight}
         if self.lr is not None:
             merged["optimizer"] = {**merged["optimizer"], "lr": self.lr}
         of_model = {name: getattr(self, name) for name in ("embedding_gradient_shrink", "rotary_base")}

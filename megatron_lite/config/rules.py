@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from data_utils.common.errors import ConfigError
+from data_utils.common.losses import MTP
 from data_utils.common.setting_files import shown
 from data_utils.common.settings import check
 from data_utils.objectives import OBJECTIVES, objective_class
@@ -42,6 +43,7 @@ def check_together(config: Config) -> None:
     _check_task(config)
     check_updates(config)
     check_run(config)
+    _check_further_tokens(config)
     config.data.check_decoder(config.decoder_tokenizer is not None)
     _check_second_stack(config)
     for choice in config.objective_choices:
@@ -343,6 +345,53 @@ def _check_decoder(config: Config) -> None:
         f"training.eval_fillings is {config.training.eval_fillings} with model.decoder_layers ({count}), "
         "but blanks are filled by single-stack models only; set it to 0.",
     )
+
+
+def _check_further_tokens(config: Config) -> None:
+    """The layer of multi-token prediction continues a text from left to right, in one Transformer."""
+    model, parallel = config.model, config.parallel
+    if not model.mtp_layers:
+        weight = config.training.mtp_weight
+        check(
+            weight == type(config.training).__dataclass_fields__["mtp_weight"].default,
+            f"training.mtp_weight is {weight}, but model.mtp_layers is 0; set that to 1, or remove mtp_weight.",
+        )
+        check(
+            config.decoder is None or not config.decoder.mtp_layers,
+            "decoder.mtp_layers is 1, but only model can have such a layer; set it to 0.",
+        )
+        return
+    chosen = [choice.name for choice in config.objective_choices]
+    others = [name for name in chosen if MTP not in objective_class(name).losses]
+    for name, value, is_supported, remedy in (
+        ("objectives", ", ".join(others), not others, alone(config, "causal")),
+        ("task.kind", config.task and config.task.kind, config.task is None, "task=null"),
+        ("parallel.zero_stage", parallel.zero_stage, parallel.zero_stage < 3, "parallel.zero_stage=1"),
+        (
+            "training.loss_normalization",
+            config.training.loss_normalization,
+            config.training.loss_normalization == "global_tokens",
+            "training.loss_normalization=global_tokens",
+        ),
+        ("training.cuda_graphs", True, not config.training.cuda_graphs, "training.cuda_graphs=false"),
+        *(
+            (f"model.{name}", getattr(model, name), is_plain, f"model.{name}={plain}")
+            for name, is_plain, plain in (
+                ("decoder_layers", not model.decoder_layers, "0"),
+                ("share_layers", model.share_layers == "none", "none"),
+                ("embedding_size", model.embedding_size is None, "null"),
+                ("embedding_gradient_shrink", model.embedding_gradient_shrink == 1.0, "1"),
+                ("relative", model.relative == "none", "none"),
+                ("mup", model.mup is None, "null"),
+                ("lora", model.lora is None, "null"),
+            )
+        ),
+    ):
+        check(
+            is_supported,
+            f"model.mtp_layers is 1 with {name} {value}, but multi-token prediction does not support it; set "
+            f"{remedy}, or model.mtp_layers=0.",
+        )
 
 
 def _check_second_stack(config: Config) -> None:

@@ -210,6 +210,13 @@ class TrainingConfig:
         "per_objective: loss name -> weight; 1 if not listed. Names as in the log line, loss/NAME.",
         on_resume="phase",
     )
+    mtp_weight: float = setting(
+        0.3,
+        "Weight of the loss of model.mtp_layers: its mean over the tokens that it predicts in the step, times this, is "
+        "added to the loss (GLM-4.5: 0.3, later 0.1).",
+        at_least=0,
+        on_resume="phase",
+    )
     label_smoothing: float = setting(
         0.0,
         "Probability mass spread uniformly over the vocabulary.",

@@ -370,12 +370,13 @@ class Engine(ABC):
         Loads are tokens of an expert over the mean of its block, 1 if balanced: the highest and lowest of all blocks.
         Losses, without coefficients, and entropies (nats) are means over the blocks.
         """
-        settings, context = self._config.model.experts, self.context
+        model, context = self._config.model, self.context
+        settings = model.experts
         if settings is None:
             return {}
         columns = settings.count + len(MEASURES)
         table = torch.zeros(
-            self._config.model.total_layers, columns + 2, dtype=torch.float64, device=context.device
+            model.total_layers + model.mtp_layers, columns + 2, dtype=torch.float64, device=context.device
         )
         for name, sums in self._router_sums.items() if context.counts_stages else ():
             bias = self._routers[name].bias

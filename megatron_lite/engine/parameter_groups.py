@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.sections import OptimizerConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine import nvidia_apex
@@ -21,7 +22,14 @@ from megatron_lite.transformer.build import model_spec
 from megatron_lite.transformer.flops import EXPERTS
 from megatron_lite.transformer.tensor_parallel import is_partial, partition_of
 
-TIED = "embedding.word_embeddings.weight"  # also the output projection, which the last pipeline stage holds
+TIED = "embedding.word_embeddings.weight"  # also on the last pipeline stage, if `has_words_on_last_stage`
+
+
+def has_words_on_last_stage(model: ModelConfig) -> bool:
+    """Whether the last pipeline stage has the word embedding too: as output projection, or for further tokens."""
+    return model.tie_word_embeddings or model.mtp_layers > 0
+
+
 # Tables that all layers of a stack share, so that each pipeline stage has a copy.
 SHARED_BY_STAGES = ("relative_bias.", "decoder_relative_bias.")
 
@@ -45,7 +53,7 @@ class GroupRules:
             extra_reduce_group = tp
         elif name.startswith(SHARED_BY_STAGES) and pp.size > 1:
             extra_reduce_group = pp
-        elif pp.size > 1 and name == TIED and self.config.model.tie_word_embeddings:
+        elif pp.size > 1 and name == TIED and has_words_on_last_stage(self.config.model):
             extra_reduce_group = self.context.pipeline_ends()
         return ParamGroup(
             weight_decay=weight_decay(name, self.config) * multipliers.decay_factor,

@@ -29,7 +29,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.deepspeed_engines import quiet_deepspeed
 from megatron_lite.engine.engine import Engine, StepResult
-from megatron_lite.engine.parameter_groups import SHARED_BY_STAGES
+from megatron_lite.engine.parameter_groups import SHARED_BY_STAGES, has_words_on_last_stage
 from megatron_lite.parallel.collectives import gather_tokens
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.transformer.attention_backends.interface import EncoderDecoderPlan
@@ -57,6 +57,7 @@ from megatron_lite.transformer.init import initialize_parameters
 from megatron_lite.transformer.lm_head import Heads
 from megatron_lite.transformer.loss import ChunkedLogits, loss_logits, sum_losses
 from megatron_lite.transformer.micro_batch import MicroBatch
+from megatron_lite.transformer.multi_token import MultiTokenBlock
 from megatron_lite.transformer.norms import final_layernorm
 from megatron_lite.transformer.pair_records import PairInputs
 from megatron_lite.transformer.pooling import pool
@@ -192,8 +193,11 @@ class _DecoderBlock(DecoderBlock):
 class _Readout(nn.Module):
     """Final LayerNorm and heads; `_Words.project` applies the tied weight, `_Project` an untied one."""
 
-    def __init__(self, config: ModelConfig, parallel: TensorParallel, loss_rows: int):
+    def __init__(self, config: ModelConfig, parallel: TensorParallel, loss_rows: int, recompute: str):
         super().__init__()
+        # Under its name in the whole model.
+        blocks = [MultiTokenBlock(config, parallel, recompute) for _ in range(config.mtp_layers)]
+        self.layers = nn.ModuleDict({str(block.layer): block for block in blocks})
         self.final_layernorm = final_layernorm(config)
         self.heads = Heads(config, parallel, loss_rows)
 
@@ -252,14 +256,14 @@ class _Stages(PipelineModule):
             for i, block_type in enumerate(block_types)
         ]
         words, project = LayerSpec(_Words, model, parallel), LayerSpec(_Project)
-        if model.tie_word_embeddings:
+        if has_words_on_last_stage(model):
             # The same specification twice: DeepSpeed builds one module for each stage that has it, under one name.
             words, project = (
                 TiedLayerSpec("words", _Words, model, parallel, forward_fn=function)
                 for function in (None, _Words.project)
             )
         positions = LayerSpec(_Positions, model, parallel)
-        readout = LayerSpec(_Readout, model, parallel, config.training.loss_rows)
+        readout = LayerSpec(_Readout, model, parallel, config.training.loss_rows, config.training.recompute)
         layers = [words, positions, *blocks, readout, project]
         self.costs = layer_costs(model, config.loss_share)
         topology = PipeModelDataParallelTopology(
@@ -311,27 +315,44 @@ class _Stages(PipelineModule):
         has_vectors = is_last and isinstance(micro_batch.extra_inputs, PairInputs)
         # The vectors of texts predict no tokens.
         for layer in self.forward_funcs[:-1] if has_vectors else self.forward_funcs:
+            if isinstance(layer, _Readout) and layer.layers:
+                x = last = materialize(x)
             x = layer(x, inputs)
         if has_vectors:
             return self.vector_loss(x) * loss_factor
         if is_last:
-            return self.sum_losses(x, inputs.micro_batch) * loss_factor
+            loss = self.sum_losses(x, inputs.micro_batch)
+            if self.options.mtp_layers and torch.is_grad_enabled():
+                loss = loss + self.further_loss(last, inputs)
+            return loss * loss_factor
         # DeepSpeed sends one tensor of one shape.
         return materialize(x) if isinstance(x, torch.Tensor | Residual) else torch.cat(x)
 
     def sum_losses(self, logits: _Logits, micro_batch: MicroBatch) -> torch.Tensor:
         """The sum of a micro-batch's losses; adds to `objective_sums`."""
-        training = self.config.training
-        loss_sum, per_objective = sum_losses(
-            logits,
-            micro_batch,
-            self.output_words(),
-            self.num_losses,
-            training.label_smoothing,
-            training.z_loss,
-        )
+        loss_sum, per_objective = sum_losses(logits, micro_batch, self.output_words(), *self.loss_settings)
         self.objective_sums[:, : per_objective.shape[1]] += per_objective
         return loss_sum
+
+    @property
+    def loss_settings(self) -> tuple[int, float, float]:
+        training = self.config.training
+        return self.num_losses, training.label_smoothing, training.z_loss
+
+    def further_loss(self, hidden: torch.Tensor, inputs: _Inputs) -> torch.Tensor:
+        """As `sum_losses`, of the further tokens. Args: hidden: of the last block."""
+        readout = self._readout()
+        (block,) = readout.layers.values()
+        words, norm = self.tied_modules["words"], readout.final_layernorm
+        loss_sum, sums = cast(MultiTokenBlock, block).loss(
+            hidden, inputs.context, inputs.micro_batch, words, readout.heads, norm, *self.loss_settings
+        )
+        self.objective_sums[:, : sums.shape[1]] += sums
+        return loss_sum
+
+    def _readout(self) -> _Readout:
+        (readout,) = (function for function in self.forward_funcs if isinstance(function, _Readout))
+        return readout
 
     def vector_loss(self, vectors: torch.Tensor) -> torch.Tensor:
         """A number whose gradient is that of the loss; in a first pass, which needs none, 0."""
@@ -353,8 +374,7 @@ class _Stages(PipelineModule):
         """On the last stage: the module whose weight predicts tokens."""
         if "words" in self.tied_modules:
             return self.tied_modules["words"]
-        (readout,) = (function for function in self.forward_funcs if isinstance(function, _Readout))
-        vocabulary = readout.heads.vocabulary
+        vocabulary = self._readout().heads.vocabulary
         assert vocabulary is not None
         return vocabulary
 

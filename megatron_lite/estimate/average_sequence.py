@@ -109,8 +109,9 @@ def _sum_batch(config: Config, batch: Batch) -> AverageSequence:
     ]
     weights, objectives = batch.weights.reshape(-1), batch.fields[:, OBJECTIVE].reshape(-1)
     positions, _ = find_loss_positions(weights, objectives, model)
+    predicted = len(positions.tokens) + batch.further_tokens(model)
     return AverageSequence(
-        batch.fields.shape[2], stack, others[0] if others else None, batch.tokens, len(positions.tokens),
+        batch.fields.shape[2], stack, others[0] if others else None, batch.tokens, predicted,
         len(positions.boundaries), batch.layer_keys(model), batch.decoder_tokens, batch.decoder_keys, batch,
     )  # fmt: skip
 

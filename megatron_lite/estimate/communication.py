@@ -49,7 +49,7 @@ def traffic(stage: StageParameters, sizes: Sizes, gpu: Gpu) -> Traffic:
 
 def _within_micro_batches(found: Traffic, stage: StageParameters, s: Sizes) -> None:
     """Hidden states of blocks, embedding and head."""
-    encoders, decoders = stage.block_counts(s.config.model.num_layers)
+    encoders, decoders = stage.block_counts(s.config.model.num_layers + s.config.model.mtp_layers)
     passes, e = s.micro_batches, s.element
     groups = {
         "tp": s.tp_group,

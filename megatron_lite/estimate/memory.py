@@ -81,7 +81,7 @@ def _graphs(stage: StageParameters, s: Sizes) -> float:
 
 def _blocks(stage: StageParameters, s: Sizes) -> list[tuple[bool, int]]:
     """(is_decoder, number) of the stage's blocks."""
-    encoders, decoders = stage.block_counts(s.config.model.num_layers)
+    encoders, decoders = stage.block_counts(s.config.model.num_layers + s.config.model.mtp_layers)
     return [(is_decoder, count) for is_decoder, count in ((False, encoders), (True, decoders)) if count]
 
 

@@ -12,6 +12,7 @@ import torch
 from megatron_lite.config.lora import LORA
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
+from megatron_lite.engine.parameter_groups import has_words_on_last_stage
 from megatron_lite.engine.stage_counts import stage_shares
 from megatron_lite.estimate.block_costs import tensor_parallel
 from megatron_lite.estimate.sizes import Sizes
@@ -57,7 +58,10 @@ class StageParameters:
         return sum(parameter.numbers for parameter in self.parameters)
 
     def block_counts(self, encoder_layers: int) -> tuple[int, int]:
-        """Blocks of the encoder, which is the whole of a model without a decoder, and blocks of the decoder."""
+        """Blocks of the encoder, which is the whole of a model without a decoder, and blocks of the decoder.
+
+        Args: encoder_layers: with the block of further tokens.
+        """
         encoders = max(0, min(self.first_block + self.blocks, encoder_layers) - self.first_block)
         return encoders, self.blocks - encoders
 
@@ -144,7 +148,7 @@ def _is_within(name: str, blocks: range, is_first: bool, is_last: bool, model: M
     path = name.split(".")
     if path[0] == "layers":
         return model.share_layers != "none" or int(path[1]) in blocks
-    if name == WORDS and model.tie_word_embeddings:
+    if name == WORDS and has_words_on_last_stage(model):
         return is_first or is_last
     if path[0].endswith("relative_bias"):
         return True
@@ -157,7 +161,7 @@ def _is_within(name: str, blocks: range, is_first: bool, is_last: bool, model: M
 
 def buckets(stage: StageParameters, sizes: Sizes) -> list[Bucket]:
     """As the optimizer fills those that are trained: in the reverse order of the parameters."""
-    is_tied = sizes.pp > 1 and sizes.config.model.tie_word_embeddings
+    is_tied = sizes.pp > 1 and has_words_on_last_stage(sizes.config.model)
     return _buckets(stage, sizes.bucket_size, is_tied)
 
 

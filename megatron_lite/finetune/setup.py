@@ -59,10 +59,11 @@ _NOT_INHERITED = (
 )  # by a tuned run of the run it begins with
 _NOT_COUNTED = 1 << 40  # steps, until the samples are counted
 _PRETRAINING_SETTINGS = {
+    "model": ("mtp_layers",),
     "batch": ("ramp",),
     "training": (
         *("steps", "stop_after_step", "eval_interval", "eval_fillings"),
-        *("loss_normalization", "loss_weights"),  # of the objectives' losses; a task has one
+        *("loss_normalization", "loss_weights", "mtp_weight"),  # of the objectives' losses; a task has one
         "cuda_graphs",  # a task may freeze parameters
     ),
     "schedule": ("warmup_steps", "decay_steps"),

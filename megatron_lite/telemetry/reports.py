@@ -15,6 +15,7 @@ import torch
 import yaml
 
 from data_utils.common.errors import ConfigError, system_remedy
+from data_utils.common.losses import MTP
 from data_utils.common.settings import to_tree
 from megatron_lite.config.tree import Config
 from megatron_lite.parallel.context import ParallelContext
@@ -25,10 +26,8 @@ from megatron_lite.transformer.attention_choice import describe_attention
 from megatron_lite.transformer.build import model_spec
 
 _VALIDATION_METRICS = ("perplexity", "mutual_information", "active_units")
-_COUNTED_WITH_OTHERS = (
-    "span_boundary",
-    "kl",
-)  # losses of tokens or sentences that another loss counts already
+# Losses of tokens or sentences that another loss counts already, and the one that is no part of the total.
+_NOT_COUNTED = ("span_boundary", "kl", MTP.name)
 MIN_SHOWN = 0.05  # smallest fraction of padding, or of time spent waiting for data, that the log line shows
 
 
@@ -90,18 +89,20 @@ def objective_losses(
     The total, and `z_loss` where there is one, is what training minimises. Without `factors` it is the sum
     of all losses divided by the number of predicted tokens (of OPTIMUS by that of sentences); what SpanBERT's second
     loss predicts, and the sentences of OPTIMUS's divergence, are counted once. With `factors` (`per_objective`) it is
-    the sum of the means, each times its factor; with `last_divides` the sum of all over the weight of the last.
+    the sum of the means, each times its factor; with `last_divides` the sum of all over the weight of the last. The
+    loss of further tokens (MTP) is shown apart, and is no part of it.
     """
     losses, weights, z_losses = sums[:, 0], sums[:, 1], sums[:, 2:]
+    is_main = np.array([name != MTP.name for name in names])
     means = {
         name: float(loss / weight)
         for name, loss, weight in zip(names, losses, weights, strict=True)
         if weight
     }
     if factors is None:
-        counted = names[-1:] if last_divides else [name for name in names if name not in _COUNTED_WITH_OTHERS]
+        counted = names[-1:] if last_divides else [name for name in names if name not in _NOT_COUNTED]
         tokens = sum(weight for name, weight in zip(names, weights, strict=True) if name in counted)
-        total = float(losses.sum() / tokens) if tokens else float("nan")
+        total = float(losses[is_main].sum() / tokens) if tokens else float("nan")
     else:
         total = sum(factors.get(name, 1.0) * mean for name, mean in means.items()) if means else float("nan")
     values = {"loss": total, **{f"loss/{name}": mean for name, mean in means.items()}}
@@ -122,6 +123,7 @@ def train_line(step: int, steps: int, values: dict[str, Any]) -> str:
     items = [
         f"step {step}/{steps}",
         f"loss {values['loss']:.4f}",
+        *([f"mtp {values['loss/mtp']:.4f}"] if "loss/mtp" in values else []),
         *([f"z loss {values['z_loss']:.2g}"] if "z_loss" in values else []),
         *(
             [f"experts {values['expert_load_lowest']:.2f}-{values['expert_load_highest']:.2f}"]

@@ -4,8 +4,9 @@ A model sums the losses of its micro-batch, each prediction times its weight, an
 micro-batch's `loss_factor`. Both numbers come from here:
 
 - `scales_ahead`: weights of losses that count for nothing become 0 before the batch is prepared.
-- `micro_batches`: the factors, and under `per_objective`, where each loss is a mean, the scales of the weights. They
-  wait for the divisors summed over all ranks, by which a loss is divided once, so that it depends on no layout.
+- `micro_batches`: the factors, and where losses are means of their own (`per_objective`), scales of the weights. They
+  wait for the divisors summed over all ranks, by which a loss is divided once, so that it depends on no layout. The
+  loss of further tokens (MTP) is the mean over those of the step, times `training.mtp_weight`: a scale, too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from data_utils.common.losses import BY_TOKENS
+from data_utils.common.losses import BY_TOKENS, MTP
 from megatron_lite.config.phase_plan import PhasePlan
 from megatron_lite.telemetry.reports import objective_losses
 from megatron_lite.train.step import StepInputs
@@ -40,6 +41,7 @@ class LossNormaliser:
     ):
         self._names, self._language_weight = list(names), language_weight
         self._phase_plan, self._dp_size = phase_plan, dp_size
+        self._has_further = phase_plan.configs[0].model.mtp_layers > 0
         self._normalization = phase_plan.configs[0].training.loss_normalization
 
     def micro_batches(
@@ -49,7 +51,7 @@ class LossNormaliser:
 
         Args: loss_divisors: the divisor of each loss [losses], summed over all ranks.
         """
-        divisor, scales = sum(loss_divisors), self._weight_scales(loss_divisors, step)
+        divisor, scales = self._divisor(loss_divisors), self._weight_scales(loss_divisors, step)
         if self._language_weight is not None:
             # The task's divisor divides all: the weights of the language-model losses are scaled relative to its loss.
             divisor = loss_divisors[-1]
@@ -98,11 +100,18 @@ class LossNormaliser:
             return None
         return self._phase_plan.config(step).training.loss_weights
 
+    def _divisor(self, loss_divisors: Sequence[float]) -> float:
+        """Of all losses together; further tokens (MTP) are no part of it."""
+        return sum(loss_divisors) - (loss_divisors[MTP.number] if self._has_further else 0.0)
+
     def _weight_scales(self, loss_divisors: Sequence[float], step: int) -> np.ndarray | None:
         """The factor of each loss's token weights, fp32 [losses]; None = 1."""
         factors = self._mean_factors(step)
         if factors is not None:
             return mean_scales(factors, loss_divisors)
+        if self._has_further:
+            weight = self._phase_plan.config(step).training.mtp_weight
+            return further_scales(weight, self._divisor(loss_divisors), loss_divisors)
         if self._language_weight is not None:
             return scales_relative_to_last(self._language_weight(step + 1), loss_divisors)
         return None
@@ -134,6 +143,16 @@ def mean_scales(factors: Sequence[float], totals: Sequence[float]) -> np.ndarray
     """Each loss's factor over its total in the step, fp32 [losses]: weights times it make sums means."""
     scales = [f / total if total else 0.0 for f, total in zip(factors, totals, strict=True)]
     return np.array(scales, np.float32)
+
+
+def further_scales(weight: float, divisor: float, totals: Sequence[float]) -> np.ndarray:
+    """Scales of all losses, fp32 [losses], so that the mean of the further tokens, times their weight, is added.
+
+    Args: divisor: of the other losses, by which the sum of all is divided.
+    """
+    scales = np.ones(len(totals), np.float32)
+    scales[MTP.number] = weight * max(divisor, 1.0) / max(totals[MTP.number], 1.0)
+    return scales
 
 
 def scales_relative_to_last(factor: float, totals: Sequence[float]) -> np.ndarray:

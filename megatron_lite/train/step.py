@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 
 from data_utils.common.errors import UserError
+from data_utils.common.losses import MTP
 from data_utils.common.seeds import derive_seed
 from data_utils.loader.mixture import batch_indices
 from megatron_lite.config.model import ModelConfig
@@ -27,7 +28,7 @@ from megatron_lite.transformer.micro_batch import MicroBatch
 class StepCounts:
     """Counts over the samples of a step: of one rank, or summed over all ranks. Exact in fp64 up to 2^53."""
 
-    loss_divisors: Sequence[float]  # [losses]
+    loss_divisors: list[float]  # [losses]
     tokens: float = 0.0  # without padding
     visible_keys: float = 0.0  # sum over tokens of the keys that each attends to, as the mean over the layers
     loss_tokens: float = 0.0  # tokens that the vocabulary's head predicts
@@ -45,7 +46,9 @@ class StepCounts:
         self.loss_divisors = [total + more for total, more in zip(self.loss_divisors, divisors, strict=True)]
         self.tokens += batch.tokens
         self.visible_keys += batch.layer_keys(model)
-        self.loss_tokens += batch.loss_tokens
+        self.loss_tokens += batch.loss_tokens + batch.further_tokens(model)
+        if model.mtp_layers:
+            self.loss_divisors[MTP.number] += float(batch.further[2].sum())
         self.decoder_tokens += batch.decoder_tokens
         self.decoder_keys += batch.decoder_keys
 
@@ -66,7 +69,7 @@ class StepCounts:
     @staticmethod
     def from_vector(values: Sequence[float]) -> StepCounts:
         scalars = dict(zip(_SCALAR_COUNTS, values, strict=False))
-        return StepCounts(values[len(_SCALAR_COUNTS) :], **scalars)
+        return StepCounts(list(values[len(_SCALAR_COUNTS) :]), **scalars)
 
 
 _SCALAR_COUNTS = tuple(each.name for each in fields(StepCounts) if each.name != "loss_divisors")

@@ -13,11 +13,21 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from data_utils.common.batch_fields import DOC, GRP, OBJECTIVE, ORD, PADDING_DOC, POSITION_IDS, WEIGHTS
-from data_utils.common.losses import BY_TOKENS, CLASS_LEVEL
+from data_utils.common.batch_fields import (
+    DOC,
+    GRP,
+    OBJECTIVE,
+    ORD,
+    PADDING_DOC,
+    POSITION_IDS,
+    TARGETS,
+    TOKENS,
+    WEIGHTS,
+)
+from data_utils.common.losses import BY_TOKENS, CLASS_LEVEL, MTP
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.transformer.attention_backends.layout import Layout, make_layout
-from megatron_lite.transformer.loss_positions import LossPositions
+from megatron_lite.transformer.loss_positions import LossPositions, find_loss_positions
 
 if TYPE_CHECKING:
     import torch
@@ -41,11 +51,30 @@ class ExtraInputs:
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     # Makes `MicroBatch.extra_inputs` of these arrays, on the host and on the device.
     make: MakeInputs = _no_inputs
-    # fp32: of losses that the vocabulary's head does not compute, and the number of each one's loss, int64.
+    # fp32: of losses other than those of the tokens' own targets, and the number of each one's loss, int64.
     weights: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
     weight_objectives: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     # Positions with a loss and their targets, in place of those of the tokens' weights.
     predictions: tuple[LossPositions[np.ndarray], np.ndarray] | None = None
+
+
+@dataclass(frozen=True)
+class FurtherTokens:
+    """What the block of further tokens reads of a micro-batch (multi_token.py): T tokens, K of them with such a loss.
+
+    The weights of the losses are `MicroBatch.extra_weights`.
+    """
+
+    next_tokens: torch.Tensor  # int32 [T]; 0 at the end of a document, which no other token sees
+    targets: torch.Tensor  # int32 [K]
+    loss_positions: LossPositions[torch.Tensor]
+
+    @staticmethod
+    def of(tensors: dict[str, torch.Tensor], /) -> FurtherTokens:
+        """Args: tensors: of `Batch.extra_inputs`, by name."""
+        prefix = "positions."
+        positions = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+        return FurtherTokens(tensors["next_tokens"], tensors["targets"], LossPositions(**positions))
 
 
 class Batch:
@@ -100,6 +129,24 @@ class Batch:
         """Tokens that the vocabulary's head predicts: those with a loss, without classes such as the next sentence."""
         return int(np.count_nonzero(self.weights[~np.isin(self.fields[:, OBJECTIVE], CLASS_LEVEL)]))
 
+    def further_tokens(self, model: ModelConfig) -> int:
+        """Predictions of further tokens, which the model's head computes besides `loss_tokens`."""
+        return model.mtp_layers and int(np.count_nonzero(self.further[2]))
+
+    @cached_property
+    def further(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of each token's successor in its document: token, target and loss weight, each [B, S]; 0 without one.
+
+        In a text that is read from left to right the target is the token after the next (MTP).
+        """
+        doc = self.fields[:, DOC]
+        has_next = (doc[:, 1:] == doc[:, :-1]) & (doc[:, 1:] != PADDING_DOC)
+        fields = self.fields[:, TOKENS], self.fields[:, TARGETS], self.weights
+        token, target, weight = (
+            np.pad(np.where(has_next, each[:, 1:], each.dtype.type(0)), ((0, 0), (0, 1))) for each in fields
+        )
+        return token, target, weight
+
     @cached_property
     def token_divisors(self) -> np.ndarray:
         """The addend of each token to the divisor of its loss, fp32 [B, S]: its weight, or 1 (`BY_TOKENS`)."""
@@ -142,7 +189,23 @@ class Batch:
             predicted: int64, the tokens with a loss, counted from there, -1 for padding.
             few_counts: pad what is counted to one of few counts, see `few_count`.
         """
-        return ExtraInputs()
+        return self._further_inputs(order, few_counts, config) if config.mtp_layers else ExtraInputs()
+
+    def _further_inputs(self, order: np.ndarray, few_counts: bool, config: ModelConfig) -> ExtraInputs:
+        """The `FurtherTokens`. Args: as for `extra_inputs`."""
+        next_tokens, targets, weights = (
+            np.where(order < 0, 0, field.reshape(-1)[order]).astype(field.dtype) for field in self.further
+        )
+        objectives = np.full(len(order), MTP.number)
+        positions, predicted = find_loss_positions(weights, objectives, config, few_counts=few_counts)
+        is_token = predicted >= 0  # False for padding up to one of few counts
+        arrays = {
+            "next_tokens": next_tokens,
+            "targets": np.where(is_token, targets[predicted], 0),
+            **{f"positions.{name}": array for name, array in vars(positions).items()},
+        }
+        weights = np.where(is_token, weights[predicted], np.float32(0.0))
+        return ExtraInputs(arrays, FurtherTokens.of, weights, positions.objectives)
 
     def padded(self, sequences: int) -> Batch:
         """The batch with sequences of padding added, without documents or loss, up to `sequences` in all."""

@@ -109,6 +109,11 @@ def _block_products(model: ModelConfig, targets: float) -> list[float]:
     return [encoder * (1 - targets)] * model.num_layers + [decoder] * model.decoder_layers
 
 
+def _further_products(model: ModelConfig) -> int:
+    """Multiply-adds per token of the block of further tokens (MTP)."""
+    return _products(model, f"layers.{model.num_layers}.") * model.mtp_layers
+
+
 def _head_products(model: ModelConfig) -> int:
     """Multiply-adds per token with loss. SpanBERT predicts it twice. The class of a sentence costs next to nothing."""
     # An untied matrix is among the heads' products already, once.
@@ -130,12 +135,13 @@ def step_flops(
 
     Args:
         tokens: tokens that are not padding.
-        loss_tokens: tokens on which the head runs.
+        loss_tokens: tokens on which the head runs, those of a further block (MTP) among them.
         visible_keys: sum over tokens of the number of keys each may attend to.
         decoder_tokens, decoder_keys: the part of both that a decoder computes, where the model has one.
     """
     per_token = sum(_block_products(model, decoder_tokens / max(tokens, 1))) + _products(model, "embedding.")
-    pairs = model.num_layers * visible_keys
+    per_token += _further_products(model)
+    pairs = (model.num_layers + model.mtp_layers) * visible_keys
     if model.decoder_layers:
         pairs += (model.decoder_layers - model.num_layers) * decoder_keys
     per_pair = 2 * model.attention_size  # scores, and the sum of values
@@ -158,9 +164,10 @@ def layer_costs(model: ModelConfig, loss_share: float) -> list[float]:
     """FLOPs of words, positions, each block, final norm and output, in units of the first block.
 
     Attention over keys is left out, and the head runs on tokens with loss only: `loss_share` of all, which are a
-    decoder's tokens where there is one.
+    decoder's tokens where there is one. The block of further tokens runs with the final norm.
     """
     first = _products(model, "layers.0.")
     blocks = [block / first for block in _block_products(model, loss_share)]
     positions = POSITIONS_COST + _products(model, "embedding.") / first
-    return [0.0, positions, *blocks, 0.0, loss_share * _head_products(model) / first]
+    further, heads = _further_products(model) / first, 1 + model.mtp_layers
+    return [0.0, positions, *blocks, further, heads * loss_share * _head_products(model) / first]

@@ -40,7 +40,7 @@ class MicroBatch:
     loss_positions: LossPositions[torch.Tensor]
     targets: torch.Tensor  # int32 [K + P + M]
     weights: torch.Tensor  # fp32 [K + P + M]: of the loss at each position
-    extra_weights: torch.Tensor  # fp32: of losses of the model that the vocabulary's head does not compute
+    extra_weights: torch.Tensor  # fp32: of losses of the model other than those of the tokens' own targets
     extra_inputs: Any  # what a task or a model reads besides the tokens, see `ExtraInputs`; None = nothing
     dropout: Dropout | None
     buffer: NamedBuffer  # all tensors above, and those of the plan
@@ -252,7 +252,7 @@ def _predictions(
 
 def _dropout_layers(config: ModelConfig, decoder_config: ModelConfig | None) -> int:
     """Number of layers that drop out differently; cross-attention has its own."""
-    layers = config.total_layers + config.decoder_layers
+    layers = config.total_layers + config.decoder_layers + config.mtp_layers
     return layers if decoder_config is None else max(layers, decoder_config.num_layers)
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.parallel.collectives import SINGLE, gather_tokens
 from megatron_lite.transformer.attention_backends.interface import AttentionPlan, EncoderDecoderPlan
+from megatron_lite.transformer.batch import FurtherTokens
 from megatron_lite.transformer.block import stack
 from megatron_lite.transformer.embedding import Embedding
 from megatron_lite.transformer.encoder_decoder import (
@@ -41,6 +42,7 @@ from megatron_lite.transformer.kernels.dropout import Dropout
 from megatron_lite.transformer.lm_head import Heads
 from megatron_lite.transformer.loss import ChunkedLogits, loss_logits, prediction_losses, sum_losses
 from megatron_lite.transformer.micro_batch import MicroBatch
+from megatron_lite.transformer.multi_token import MultiTokenBlock
 from megatron_lite.transformer.norms import LayerNorm, RMSNorm, final_layernorm
 from megatron_lite.transformer.pair_records import PairInputs
 from megatron_lite.transformer.pooling import pool
@@ -87,6 +89,8 @@ class Transformer(TrainedModel):
         # Encoder and decoder blocks are one list, so that layer numbers (dropout, checkpoint names) are unique over
         # both.
         self.layers = stack(config, self.parallel, recompute)
+        if config.mtp_layers:
+            self.layers.append(MultiTokenBlock(config, self.parallel, recompute))
         # Modules that a model lacks are None, not empty: `state_dict` then has exactly the parameters of the model.
         self.decoder_embedding: DecoderEmbedding | None = None
         self.encoder_layernorm: LayerNorm | RMSNorm | None = None
@@ -268,7 +272,7 @@ class Transformer(TrainedModel):
             return vectors, vectors.new_empty(0)
         if predict:
             return self._predictions(batch)
-        if batch.extra_inputs is None:
+        if batch.extra_inputs is None or isinstance(batch.extra_inputs, FurtherTokens):
             return self._token_loss(self._hidden(batch), batch)
         if batch.extra_inputs.head == "choices":
             # A choice is scored by the likelihood of its tokens: by the vocabulary's logits, not by a task head.
@@ -288,7 +292,19 @@ class Transformer(TrainedModel):
 
     def _token_loss(self, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         logits, words = self._logits_and_classes(hidden, batch), self.embedding.word_embeddings
-        return sum_losses(logits, batch, words, self.num_losses, self.label_smoothing, self.z_loss)
+        settings = self.num_losses, self.label_smoothing, self.z_loss
+        loss, sums = sum_losses(logits, batch, words, *settings)
+        if not self.config.mtp_layers or not torch.is_grad_enabled():
+            return loss, sums
+        shape, ids = batch.tokens.shape, batch.ids
+        context = make_context(
+            self.config, shape, ids, batch.plan, batch.dropout, self.parallel, routed=batch.routed
+        )
+        block = cast(MultiTokenBlock, self._block(self.config.num_layers))
+        further_loss, further_sums = block.loss(
+            hidden, context, batch, words, self.heads, self.final_layernorm, *settings
+        )
+        return loss + further_loss, sums + further_sums
 
     def _task_loss(self, outputs: torch.Tensor, groups: TaskInputs) -> tuple[torch.Tensor, torch.Tensor]:
         loss = task_loss(outputs, groups)

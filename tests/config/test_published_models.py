@@ -41,8 +41,8 @@ PUBLISHED = {
 # GLM's successors and GLM on a modern body: parameters. GLM-4-9B's number is that of its released files.
 SUCCESSORS = {"glm-4-9b": 9_399_951_360, "glm-130b": 128_697_794_560}
 SUCCESSORS |= {"glm-modern-base": 108_398_592, "glm-modern-large": 334_872_576}
-# Glm4MoeForCausalLM's, with its buffers of biases; 28,000 tensors are slow to count.
-SUCCESSORS |= {"glm-4.5": 352_797_829_024, "glm-4.5-air": 106_852_251_264}
+# Glm4MoeForCausalLM's, with its buffers of biases, and the layer that it leaves out; 28,000 tensors are slow to count.
+SUCCESSORS |= {"glm-4.5": 352_797_829_024 + 3_988_069_792, "glm-4.5-air": 106_852_251_264 + 2_375_059_584}
 
 # Their recipes: lr, beta2, eps, weight decay, steps, decay, end of decay, warm-up, floor, token, sentence.
 RECIPES = {

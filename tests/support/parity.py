@@ -55,6 +55,7 @@ from support.training.parity_cases import (
     DISENTANGLED,
     DROPOUT,
     EXPERTS,
+    FURTHER_TOKENS,
     HALF,
     HEAD_NORMS,
     KINDS,
@@ -470,6 +471,7 @@ TABLES: dict[str, list[Case]] = {
     "XLNet's memory": WITH_MEMORY,
     "LoRA": LORA,
     "Mixtures of experts": EXPERTS,
+    "Multi-token prediction": FURTHER_TOKENS,
 }
 
 

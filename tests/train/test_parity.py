@@ -65,6 +65,7 @@ def test_half_precision_equals_one_process():
         "MUP",
         "LORA",
         "EXPERTS",
+        "FURTHER_TOKENS",
     ],
 )
 def test_further_cases_equal_one_process(name):

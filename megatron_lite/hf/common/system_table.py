@@ -161,6 +161,8 @@ class PublishedSystem:
     may_untie: bool = False  # whether `ties` only hold where config.json has tie_word_embeddings
     # Second names in `ties` that an export also writes: versions of transformers up to 4.49 do not tie them.
     written_twice: tuple[str, ...] = ()
+    # Tensors of the layer of further tokens that are copies: name within the layer -> the tensor. {} = no such layer.
+    further_copies: Mapping[str, str] = field(default_factory=dict)
     # Tensors [n, vocabulary] that are always zero: name -> n.
     zeros: Mapping[str, int] = field(default_factory=dict)
     # Options of heads that a file may lack -> the parameter whose shape decides the option (`option_from_shape`).

@@ -11,9 +11,7 @@ from typing import Any
 
 from megatron_lite.hf.common.system_table import (
     ROTATE_HALF,
-    VERSION_4,
     ConfigField,
-    FormerField,
     PublishedSystem,
     TensorRule,
     prefixed,
@@ -83,14 +81,25 @@ _SHARED_FIELDS: dict[str, Callable[[Any], Any]] = {
     "moe_intermediate_size": lambda e: e.width,
     "norm_topk_prob": lambda e: e.normalized,
 }
+# Of the layer after the last, which the class ignores.
+_FURTHER_TOKENS = (
+    TensorRule("embedding_layernorm", ("enorm",)), TensorRule("hidden_layernorm", ("hnorm",)),
+    TensorRule("projection", ("eh_proj",)), TensorRule("final_layernorm", ("shared_head.norm",)),
+)  # fmt: skip
 GLM4_MOE: PublishedSystem = replace(
     GLM4,
     model_type="glm4_moe",
-    rules=_of_experts(decoder_rules(("mlp.gate_proj", "mlp.up_proj"), ROTATE_HALF, HEAD_NORMS)),
+    rules=_of_experts(
+        decoder_rules(("mlp.gate_proj", "mlp.up_proj"), ROTATE_HALF, (*HEAD_NORMS, *_FURTHER_TOKENS))
+    ),
     fields=(
         *DECODER_FIELDS, HEAD_WIDTH, ConfigField("rope_parameters.partial_rotary_factor", "rotary_share"),
         ConfigField("attention_bias", "biases", {True: "qkv", False: "none"}),
         ConfigField("use_qk_norm", "query_key_norm"),
+        ConfigField(
+            "num_nextn_predict_layers", "mtp_layers", reads=lambda n, _: {None: 0, 0: 0, 1: 1}.get(n),
+            writes=lambda n, _: n,
+        ),
         *_fields(
             _glm,
             {
@@ -102,8 +111,7 @@ GLM4_MOE: PublishedSystem = replace(
     ),
     pretraining_class=lambda config: "Glm4MoeForCausalLM", classes={"Glm4MoeForCausalLM": "glm4_moe"},
     begin="none",
-    # No export has the layer of the published files that predicts further tokens.
-    former=(*GLM4.former, FormerField("num_nextn_predict_layers", "experts", VERSION_4, lambda _: 0, False)),
+    further_copies={"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"},
 )  # fmt: skip
 QWEN3_MOE: PublishedSystem = replace(
     QWEN3,

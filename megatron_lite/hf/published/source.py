@@ -59,11 +59,13 @@ from megatron_lite.hf.published.recognition import (
 )
 from megatron_lite.hf.published.systems import GLM4, PUBLISHED
 from megatron_lite.hf.published.tensor_map import (
+    FURTHER_LAYER,
     TensorMapping,
     drop_ignored,
     normalize_names,
     tensor_mappings,
     to_theirs,
+    without_further_copies,
 )
 from megatron_lite.transformer.flops import parameter_shapes
 
@@ -163,6 +165,16 @@ def open_published(
     if isinstance(padding_id, int):  # if not, it is among the problems
         system = system.padded_with(padding_id)
     settings, field_problems = settings_and_problems(system, config_json, theirs, path)
+    if settings.get("mtp_layers"):
+        layer = FURTHER_LAYER.format(settings["num_layers"])
+        if any(name.startswith(layer) for name in theirs.shapes):
+            theirs, copy_problems = without_further_copies(theirs, system, settings["num_layers"])
+            problems += copy_problems
+        else:
+            # transformers leaves the layer out when it saves a model, and the field as it was.
+            settings["mtp_layers"] = 0
+            if config_json.get("num_nextn_predict_layers"):
+                lines.append(f"the layer of further tokens (MTP) is not there: no tensor begins with {layer}")
     # All that prevents the import is in one message: a user corrects config.json once.
     problems = [*field_problems, *problems]
     try:
@@ -280,7 +292,14 @@ def load_class(
             directory, dtype=dtype, output_loading_info=True, local_files_only=True, **config
         )
     ignored = () if source is None else tuple(source.ignored)
-    unexpected = [name for name in loading["unexpected_keys"] if not _is_among(name, ignored)]
+    # The class ignores the layer of further tokens by its number in GLM-4.5 and -Air, and in no other model.
+    further = FURTHER_LAYER.format(getattr(model.config, "num_hidden_layers", None))
+    has_further = getattr(model.config, "num_nextn_predict_layers", 0)
+    unexpected = [
+        name
+        for name in loading["unexpected_keys"]
+        if not (_is_among(name, ignored) or (has_further and name.startswith(further)))
+    ]
     missing = [name for name in loading["missing_keys"] if not (is_body(class_name) and _POOLER.search(name))]
     mismatched = [str(each) for each in loading["mismatched_keys"]]
     reports = {"unexpected keys": unexpected, "missing keys": missing, "mismatched keys": mismatched}

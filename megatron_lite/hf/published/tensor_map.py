@@ -13,7 +13,7 @@ import stores them in the run's directory, so that an export is bit-equal to the
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,7 @@ from megatron_lite.hf.common.system_table import SAME, PublishedSystem, WeightTr
 from megatron_lite.hf.common.weights import WORDS, Weights
 from megatron_lite.hf.published.heads import TASK_CLASSES, tensor_rules
 
+FURTHER_LAYER = "model.layers.{}."  # of further tokens (MTP): the layer after the last
 POSITIONS = ("embedding.position_embeddings.weight", "decoder_embedding.position_embeddings.weight")
 SKIPPED_ROWS = "rows.safetensors"  # file of an import's first rows, see `skipped_rows`
 
@@ -62,7 +63,11 @@ def tensor_mappings(
             continue
         shares = (1,) * len(rule.theirs) if rule.shares is None else rule.shares(config)
         count = (
-            config.num_layers if "{i}" in rule.ours else config.decoder_layers if "{d}" in rule.ours else 1
+            config.num_layers + config.mtp_layers
+            if "{i}" in rule.ours
+            else config.decoder_layers
+            if "{d}" in rule.ours
+            else 1
         )
         experts = config.experts.count if config.experts is not None and "{e}" in rule.ours else 1
         for i, e in itertools.product(range(count), range(experts)):
@@ -156,7 +161,8 @@ def to_theirs(
 
 
 def with_tied_copies(theirs: Weights, system: PublishedSystem, config: ModelConfig) -> Weights:
-    """The tensors, with copies of tied tensors under the second names that older versions of transformers need.
+    """The tensors, with copies under the second names that other readers need: older versions of transformers, and all
+    that draft by the layer of further tokens.
 
     The second names are `PublishedSystem.written_twice`, and the head of T5 and mT5 where it is tied and not scaled:
     for older versions `tie_word_embeddings` says both at once.
@@ -167,7 +173,31 @@ def with_tied_copies(theirs: Weights, system: PublishedSystem, config: ModelConf
     for second in (*system.written_twice, *((head,) if has_second_head else ())):
         if system.ties[second] in theirs.shapes:
             names[second] = system.ties[second]
+    if config.mtp_layers:
+        names |= further_copies(system, config.num_layers, names)
     return theirs.renamed(names)
+
+
+def further_copies(system: PublishedSystem, num_layers: int, names: Collection[str]) -> dict[str, str]:
+    """Name of a copy in the layer of further tokens -> the tensor. Args: names: of a model's other tensors."""
+    return {
+        f"{FURTHER_LAYER.format(num_layers)}{copy}": first if first in names else system.ties[first]
+        for copy, first in system.further_copies.items()
+    }
+
+
+def without_further_copies(
+    theirs: Weights, system: PublishedSystem, num_layers: int
+) -> tuple[Weights, list[str]]:
+    """Their tensors without the copies, and a sentence on each that is none, which the model here cannot have."""
+    copies = further_copies(system, num_layers, theirs.shapes)
+    problems = [
+        f"{name} differs from {first}, whose copy it is in a {system.model_type}; set num_nextn_predict_layers to 0 to "
+        "import the model without its layer of further tokens."
+        for name, first in copies.items()
+        if name in theirs.shapes and not torch.equal(theirs.read(name), theirs.read(first))
+    ]
+    return theirs.renamed({name: name for name in theirs.shapes if name not in copies}), problems
 
 
 def normalize_names(

@@ -20,7 +20,7 @@ from megatron_lite.hf.published.read_config import field_of, our_value
 from megatron_lite.hf.published.systems import published_system
 
 # Options that are of the training, or that a file of weights does not tell.
-NOT_IN_FILES = OF_TRAINING | {"span_boundary_places", "class_heads", "task_rows"}
+NOT_IN_FILES = OF_TRAINING | {"span_boundary_places", "class_heads", "task_rows", "mtp_layers"}
 
 # Options that may be null, and what they then stand for.
 DERIVED = {"ffn_size": "inner_size", "head_dim": "head_size", "num_key_value_heads": "key_value_heads"}

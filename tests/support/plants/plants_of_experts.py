@@ -1,4 +1,4 @@
-"""Planted bugs of mixtures of experts."""
+"""Planted bugs of mixtures of experts and of multi-token prediction."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ CLASS = f"{LAYER}::test_outputs_and_gradients_are_those_of_the_class"
 COUNTS = f"{LAYER}::test_a_model_counts_the_tokens_of_its_batch"
 LAYOUT = f"{RUN}::test_a_run_does_not_depend_on_the_layout"
 UPCYCLING = "tests/checkpoint/test_upcycling.py"
+NORMALISER, MULTI_TOKEN = "megatron_lite/train/loss_normaliser.py", "megatron_lite/transformer/multi_token.py"
+WEIGHT = "tests/transformer/test_multi_token.py::test_its_weight_is_of_the_mean_over_the_step"
+FORMULA = "tests/transformer/test_multi_token.py::test_loss_and_gradients_are_those_of_the_formula"
 FURTHER = "tests/train/test_parity.py::test_some_further_cases_equal_one_process"
 
 MIXTURES = (
@@ -105,5 +108,70 @@ MIXTURES = (
         "mul_(config.checkpoint.upcycling_noise)",
         "mul_(1.0)",
         (f"{UPCYCLING}::test_the_first_loss_is_that_of_the_dense_model",),
+    ),
+    Plant(
+        "the loss of further tokens scaled by the ranks",
+        NORMALISER,
+        "weight * max(divisor, 1.0) /",
+        "weight / 2 * max(divisor, 1.0) /",
+        (WEIGHT,),
+        "NVIDIA/Megatron-LM#3959",
+    ),
+    Plant(
+        "the loss of further tokens summed, not averaged",
+        NORMALISER,
+        "scales[MTP.number] = weight * max(divisor, 1.0) / max(totals[MTP.number], 1.0)",
+        "scales[MTP.number] = weight * max(divisor, 1.0)",
+        (WEIGHT,),
+        "NVIDIA/Megatron-LM#1532",
+    ),
+    Plant(
+        "further tokens counted among those that divide the loss",
+        NORMALISER,
+        "(loss_divisors[MTP.number] if self._has_further else 0.0)",
+        "0.0",
+        (WEIGHT,),
+    ),
+    Plant(
+        "the loss of further tokens added twice",
+        "megatron_lite/transformer/transformer.py",
+        "loss + further_loss,",
+        "loss + 2 * further_loss,",
+        (FORMULA,),
+    ),
+    Plant(
+        "the loss of further tokens shown in the loss, too",
+        "megatron_lite/telemetry/reports.py",
+        "losses[is_main].sum()",
+        "losses.sum()",
+        (WEIGHT,),
+    ),
+    Plant(
+        "further tokens predicted across the end of a document",
+        "megatron_lite/transformer/batch.py",
+        "has_next = (doc[:, 1:] == doc[:, :-1]) & (doc[:, 1:] != PADDING_DOC)",
+        "has_next = doc[:, 1:] != PADDING_DOC",
+        (FORMULA,),
+    ),
+    Plant(
+        "further tokens predicted from the hidden state before the final norm",
+        MULTI_TOKEN,
+        "            hidden = norm(hidden)\n",
+        "            pass\n",
+        (FORMULA,),
+    ),
+    Plant(
+        "the gradient of the final norm not summed over ranks with other tokens",
+        MULTI_TOKEN,
+        "name: copy_to_group(p, group) for",
+        "name: p for",
+        (f"{FURTHER}[2x2x1]",),
+    ),
+    Plant(
+        "gradients of the words on the last stage not summed with those of the first",
+        "megatron_lite/engine/parameter_groups.py",
+        "name == TIED and has_words_on_last_stage(self.config.model)",
+        "name == TIED and self.config.model.tie_word_embeddings",
+        (f"{FURTHER}[2x2x1]",),
     ),
 )

@@ -11,6 +11,7 @@ from support.transformer.batches import prefix_batch
 
 from data_utils.common.batch_fields import BLOCK_POSITION_IDS, DOC, ORD, POSITION_IDS, SEGMENT_IDS
 from data_utils.common.settings import build
+from data_utils.objectives import LOSSES
 from megatron_lite.config.sections import OPTIMIZERS as KINDS_OF_OPTIMIZER
 from megatron_lite.config.tree import Config
 from megatron_lite.transformer.batch import Batch
@@ -132,6 +133,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "count": 4, "per_token": 2, "width": 24, "balance_loss": 0.2, "biased": True, "bias_rate": 0.01,
         },
     },
+    "MTP": {  # with experts, an untied head and dropout
+        "activation_dropout": 0.0, "rms_norm": True, "biases": "qkv", "activation": "silu", "ffn": "gated",
+        "ffn_size": 40, "positions": "rotary", "tie_word_embeddings": False, "mtp_layers": 1,
+        "experts": {
+            "count": 4, "per_token": 2, "width": 16, "shared": 1, "dense_layers": 1, "biased": True,
+            "bias_rate": 0.01, "balance_loss": 0.1,
+        },
+    },
+    "MTP, dense": {"rms_norm": True, "positions": "rotary", "mtp_layers": 1},
 }  # fmt: skip
 MEMORY = "xlnet with memory"
 ENCODER_DECODER = (
@@ -168,7 +178,6 @@ class Case:
 
     num_samples: ClassVar[int] = SAMPLES  # of a step
     steps: ClassVar[int] = STEPS
-    num_losses: ClassVar[int] = OBJECTIVES
     least_norm: ClassVar[float] = CLIP  # of the gradients, that clipping is active
 
     tensor: int = 1
@@ -186,6 +195,10 @@ class Case:
     optimizer: str = "adamw"
     loss_rows: int = 0
     experts: int = 1  # ranks, of the data-parallel ones
+
+    @property
+    def num_losses(self) -> int:
+        return len(LOSSES) if self.variant.startswith("MTP") else OBJECTIVES
 
     @property
     def ranks(self) -> int:
@@ -278,6 +291,8 @@ class Case:
         system = VARIANTS[self.variant].get("system")
         if system in ("llama", "qwen2", "deberta_v3"):  # their classes read no blanks
             tree["objectives"] = {"masked_lm" if system == "deberta_v3" else "causal": 1}
+        if self.variant.startswith("MTP"):
+            tree["objectives"] = {"causal": 1}
         if self.variant == MEMORY:
             tree |= {"objectives": {"xlnet": 1}, "xlnet": {"memory_length": 8}}
         if self.zero_stage == 3:  # else every parameter of this size stays whole on all ranks
@@ -496,6 +511,21 @@ EXPERTS = [  # with each kind of router, and losses and biases of it
 ]
 
 
+# A further block that reads embeddings again, on the last stage; what it predicts of GLM's batches says nothing.
+FURTHER_TOKENS = [
+    Case(2, 2, 1, 1, True, accumulation=4, dropout=0.1, variant="MTP"),
+    Case(1, 1, 2, 2, accumulation=4, variant="MTP", experts=2),
+    Case(2, 1, 1, 2, True, "full", accumulation=4, variant="MTP"),
+    Case(2, 1, 2, 1, recompute="selective", variant="MTP"),
+    Case(1, 4, 1, 1, recompute="full", accumulation=4, dropout=0.1, variant="MTP"),
+    Case(2, 2, 2, 1, True, accumulation=4, variant="MTP", experts=2),
+    Case(1, 2, 2, 1, accumulation=4, variant="MTP, dense"),
+    Case(2, 1, 1, 1, True, accumulation=4, variant="MTP, dense", loss_rows=7),
+    Case(1, 1, 2, 2, accumulation=4, variant="MTP, dense", optimizer="muon"),
+    Case(1, 1, 2, 1, accumulation=4, variant="MTP, dense", precision="fp16"),
+]
+
+
 def _pairs(case: Case) -> set[tuple]:
     values = (
         case.tensor > 1, case.pipeline > 1, case.data > 1, case.zero_stage, case.sequence_parallel, case.recompute,
@@ -547,4 +577,5 @@ FEW = [  # of each list above, in the default run
     EXPERTS[6],
     *EXPERTS[8:10],
     EXPERTS[-1],
+    *FURTHER_TOKENS[:2],
 ]
