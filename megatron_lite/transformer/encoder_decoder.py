@@ -88,9 +88,7 @@ def encoder_layernorm(config: ModelConfig, parallel: TensorParallel) -> LayerNor
     return make_norm(config, config.hidden_size, parallel) if config.norm == "pre" else None
 
 
-def only_vectors(
-    encoded: torch.Tensor, vectors: PlacedVectors, parallel: TensorParallel
-) -> torch.Tensor:
+def only_vectors(encoded: torch.Tensor, vectors: PlacedVectors, parallel: TensorParallel) -> torch.Tensor:
     """The encoder's states [Te, D] with the vector of each text at the one token of it that the decoder sees."""
     is_split = parallel.sequence_parallel
     if is_split:

@@ -38,9 +38,7 @@ from megatron_lite.hf.common.weights import Weights
 from megatron_lite.hf.published.source import open_published
 from megatron_lite.hf.published.tensor_map import to_ours
 from megatron_lite.models.tsdae import DenoisingBatch
-from megatron_lite.transformer import encoder_decoder
 from megatron_lite.transformer.micro_batch import MicroBatch
-from megatron_lite.transformer.pooling import pool
 from megatron_lite.transformer.transformer import Transformer
 
 NUMBER = LOSS_NAMES.index("tsdae")
@@ -304,15 +302,8 @@ def slots(rng) -> str:
     return " ".join(f"word{8 * slot + rng.integers(8)}" for slot in range(3))
 
 
-def fit_with(context, tree, has_vectors: bool):
-    """Args: has_vectors: False: those of all texts are 0, so that the decoder learns what a text is without them."""
-    if not has_vectors:
-        encoder_decoder.pool = lambda hidden, tokens: pool(hidden, tokens) * 0.0
-    fit(context, tree)
-
-
 def test_the_vector_carries_the_content(corpus, tmp_path):
-    """Words are known from it: ln 8 nats for each of three and 0 for the end are the best without."""
+    """The loss falls below the least of any decoder whose vector is the same for all texts."""
     rng = np.random.default_rng(0)
     lines = [json.dumps({"text": slots(rng)}) + "\n" for _ in range(2000)]
     (tmp_path / "texts.jsonl").write_text("".join(lines))
@@ -321,33 +312,20 @@ def test_the_vector_carries_the_content(corpus, tmp_path):
         BuildConfig(inputs=[str(tmp_path / "texts.jsonl")], output=str(tmp_path / "texts")),
         functools.partial(load_tokenizer, tokenizer),
     )
-    losses = []
-    for has_vectors in (True, False):
-        run = small_run(corpus, tmp_path / str(has_vectors))
-        del run["blank_infilling"]
-        tree = merge(
-            run,
-            {
-                "model": {"system": "t5_1_1", "decoder_layers": 2, "final_dropout": 0.0},
-                "objectives": {"tsdae": 1.0},
-                "data": {
-                    "train": [{"prefix": str(tmp_path / "texts")}],
-                    "validation": [],
-                    "sequence_length": 16,
-                },
-                "training": {"steps": 160},
-                "batch": {"micro_batch_size": 4, "global_batch_size": 4},
-                "optimizer": {"lr": 1e-2},
-            },
-        )
-        run_ranks(fit_with, 1, with_objective(tree), has_vectors)
-        last = list(records(tmp_path / str(has_vectors)).values())[-20:]
-        losses.append(np.mean([each["loss/tsdae"] for each in last]))
-    content, constant = losses
-    print(content, constant)
-    least = 3 * np.log(8) / 4  # nats of a token, with the end of a text
-    assert least - 0.05 < constant < least + 0.2
-    assert content < constant - 0.3
+    run = small_run(corpus, tmp_path / "run")
+    del run["blank_infilling"]
+    changes = {
+        "model": {"system": "t5_1_1", "decoder_layers": 2},
+        "objectives": {"tsdae": 1.0},
+        "data": {"train": [{"prefix": str(tmp_path / "texts")}], "validation": [], "sequence_length": 16},
+        "training": {"steps": 160},
+        "batch": {"micro_batch_size": 4, "global_batch_size": 4},
+        "optimizer": {"lr": 1e-2},
+    }
+    run_ranks(fit, 1, with_objective(merge(run, changes)))
+    losses = [each["loss/tsdae"] for each in records(tmp_path / "run").values()]
+    without = 3 * np.log(8) / 4  # nats of a token: of three words and the end
+    assert losses[0] > without + 1 and np.mean(losses[-20:]) < without - 0.4
 
 
 def test_the_documented_commands_train_embed_and_export(tmp_path):
