@@ -139,14 +139,6 @@ def mass(example: Example) -> np.ndarray:
     return mask
 
 
-def tsdae(example: Example) -> np.ndarray:
-    """The encoder sees itself, and the decoder the encoder's last token, which stands for the vector."""
-    mask = from_sop(example)
-    context = int((example.weights == 0).sum())
-    mask[context:, : context - 1] = False
-    return mask
-
-
 def unilmv2(example: Example) -> np.ndarray:
     """The paper's figure: blocks of chosen positions in the order of factorisation."""
     step_of = {}  # position -> number of its block
@@ -348,7 +340,6 @@ RECIPES = {
     "ul2": Recipe("ul2", from_sop, rebuilt_ul2, UL2_TOKENS),
     "bart": Recipe("bart", from_sop, from_targets),
     "mass": Recipe("mass", mass, rebuilt_mass, ALL_MASKED),
-    "tsdae": Recipe("tsdae", tsdae, from_targets),
     "unilmv2": Recipe("unilmv2", unilmv2, rebuilt_unilmv2),
     "xlnet": Recipe("xlnet", xlnet, rebuilt_xlnet),
     "xlnet, one text": Recipe("xlnet", xlnet, rebuilt_xlnet, {"two_texts": False}),

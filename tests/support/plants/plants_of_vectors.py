@@ -219,8 +219,8 @@ EMBEDDINGS = (
     Plant(
         "vectors whose gradient reaches the tokens of one rank alone",
         "megatron_lite/transformer/encoder_decoder.py",
-        "encoded = gather_tokens_to_split(encoded, parallel.group)",
-        "from megatron_lite.parallel.collectives import gather_tokens\n\n        encoded = gather_tokens(encoded, parallel.group)",
+        "import gather_tokens_to_split\n",
+        "import gather_tokens as gather_tokens_to_split\n",
         (
             f"{TSDAE}::test_layouts_equal_one_process[tensor2-pipeline1-data2-size4-zero1-sequenceTrue-systemt5_1_1]",
         ),
