@@ -76,7 +76,7 @@ def measure(
     roomy = collate(make_one(kind, *arguments, 2 * usual.row_length), *chunks, indices)
     lost = (roomy[:, DOC] >= 0).sum() - used
     # These hold their text twice.
-    copies = 2 if kind in ("bart", "optimus") else 1
+    copies = 2 if kind in ("bart", "optimus", "tsdae") else 1
     return usual.row_length, 1.0 - used / batch[:, DOC].size, lost / copies / len(chunks[0])
 
 

@@ -182,7 +182,7 @@ class BuildReport:
             yield (
                 f"warning: half of the documents have {self.shape.median_tokens} tokens or fewer, so a sample "
                 "consists of many unrelated texts. Is each record a whole document? --text-split blank_lines and "
-                "lines make every paragraph or line a document. (The objective optimus does need sentences.)"
+                "lines make every paragraph or line a document. (The objectives optimus and tsdae do need short texts.)"
             )
         if self.shape.duplicates > MANY_DUPLICATES:
             yield (

@@ -23,7 +23,7 @@ from data_utils.common.batch_fields import ONE_AS_INT32, ORD, POSITION_IDS, TARG
 from data_utils.common.errors import DataError
 from data_utils.common.losses import Loss
 from data_utils.common.settings import check, checked, setting
-from data_utils.objectives.base import RowObjective, RowSizes
+from data_utils.objectives.base import RowObjective, WholeTextSizes
 from data_utils.objectives.compiled import (
     Chunks,
     begin_row,
@@ -40,10 +40,6 @@ from data_utils.objectives.registry import register
 from data_utils.tokenizers.vocabulary import Vocabulary
 
 FEATURES = ("pooler", "cls")
-# Sentences of the greatest length in a row of the usual length. With sentences of at most 64 and on average 35 tokens
-# 7.9 % of a row is padding; with two 15 %, with eight 3.8 %. Padding is dropped before the model; what is lost is the
-# evenness of batches.
-LONGEST_PER_ROW = 4
 _BOUNDARIES = 2  # CLS and SEP
 # Options of both stacks, and the value that each must have.
 _FIXED = {
@@ -54,7 +50,7 @@ _FIXED = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("optimus")
-class OptimusConfig(RowSizes):
+class OptimusConfig(WholeTextSizes):
     """The latent vector, what carries it to the decoder, and the weight of its divergence over the steps."""
 
     latent_size: int = setting(32, "Dimension of the latent vector.", at_least=1)
@@ -99,7 +95,6 @@ class OptimusConfig(RowSizes):
 
     segments = 1
     needed_roles = ("cls", "sep")  # of the encoder; the decoder's: see check_vocabulary
-    whole_documents = True
     model_module = "megatron_lite.models.optimus.model_spec"
     model_files = ("latent.json", "latent.safetensors", "encoder/", "decoder/")
     has_second_stack = True
@@ -172,18 +167,9 @@ class OptimusConfig(RowSizes):
         return 0.5
 
     @property
-    def growth(self) -> float:
-        """Row tokens per token of text: a sentence is in its row twice."""
-        return 2.0
-
-    @property
     def overhead(self) -> int:
         """Row tokens of a sentence beyond its text in both vocabularies: CLS, SEP, BOS, and the memory slot."""
         return _BOUNDARIES + 1 + self.memory
-
-    def row_length_for(self, sequence_length: int) -> int:
-        """Room for several of the longest sentences: what is left at the end of rows is then a small part of them."""
-        return -(-LONGEST_PER_ROW * self.least_row_length(sequence_length) // 8) * 8
 
     def max_position_needed(self, sequence_length: int) -> int:
         """Largest position: SEP's in the encoder; with memory the decoder's last token's."""

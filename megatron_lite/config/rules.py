@@ -338,7 +338,7 @@ def _check_decoder(config: Config) -> None:
     check(
         not count or not without,
         f"model.decoder_layers is {count}, but {', '.join(without)} does not train a decoder; set it to "
-        "0, or use only t5, bart, mass, prefix_lm or blank_infilling.",
+        "0, or use only t5, bart, mass, tsdae, prefix_lm or blank_infilling.",
     )
     check(
         not count or not config.training.eval_fillings,

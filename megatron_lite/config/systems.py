@@ -156,6 +156,7 @@ _SENTENCE_LABELS = {
 _TEXT_FORMS = {
     "blank_infilling": "glm", "prefix_lm": "prefix", "ul2": "t5", **{name: name for name in ("t5", "bart", "xlnet")},
 }  # fmt: skip
+_WITH_FORM = ("contrastive", "tsdae")  # objectives that read texts so
 _CAUSAL_FORMS = {"cls": "causal_cls", "none": "causal_none"}  # by what begins a text
 
 
@@ -185,8 +186,8 @@ def reads_both_ways(system: str | None, name: str) -> bool:
 
 
 def text_form(tree: Mapping[str, Any], system: str | None) -> str:
-    """How a run reads one text, a form of the objective contrastive: as its other objective, or its system's, does."""
-    others = [name for name in tree["objectives"] if name != "contrastive"]
+    """How a run reads one text, a form of contrastive and tsdae: as its other objective, or its system's, does."""
+    others = [name for name in tree["objectives"] if name not in _WITH_FORM]
     name = others[0] if others else default_objective(system)
     if name not in ("causal", "fill_in_middle"):
         return _TEXT_FORMS.get(name, "bert")
@@ -204,12 +205,9 @@ def with_objective(tree: Mapping[str, Any]) -> dict[str, Any]:
     model: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
     system = model.get("system")
     objectives = tree.get("objectives")
-    if (
-        isinstance(objectives, Mapping)
-        and objectives.get("contrastive")
-        and (system is None or system in SYSTEMS)
-    ):
-        tree = merge({"contrastive": {"form": text_form(tree, system)}}, tree)
+    if isinstance(objectives, Mapping) and (system is None or system in SYSTEMS):
+        form = {name: {"form": text_form(tree, system)} for name in _WITH_FORM if objectives.get(name)}
+        tree = merge(form, tree)
     if tree.get("objectives", {}) != {} or not isinstance(system, str) or system not in SYSTEMS:
         return dict(tree)
     if system in _GLMS:

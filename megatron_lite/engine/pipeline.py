@@ -42,6 +42,7 @@ from megatron_lite.transformer.encoder_decoder import (
     DecoderEmbedding,
     encoder_decoder_contexts,
     encoder_layernorm,
+    only_vectors,
 )
 from megatron_lite.transformer.flops import layer_costs
 from megatron_lite.transformer.forward_context import (
@@ -60,7 +61,7 @@ from megatron_lite.transformer.micro_batch import MicroBatch
 from megatron_lite.transformer.multi_token import MultiTokenBlock
 from megatron_lite.transformer.norms import final_layernorm
 from megatron_lite.transformer.pair_records import PairInputs
-from megatron_lite.transformer.pooling import pool
+from megatron_lite.transformer.pooling import PlacedVectors, pool
 from megatron_lite.transformer.position_bias import Table, relative_tables
 from megatron_lite.transformer.residual import Hidden, Residual, materialize
 from megatron_lite.transformer.tensor_parallel import TensorParallel, VocabParallelEmbedding
@@ -170,13 +171,13 @@ class _EncoderBlock(_Block):
 
 
 class _DecoderBlock(DecoderBlock):
-    """A block of the decoder. The first one also normalises the encoder's output."""
+    """A block of the decoder. The first one also normalises the encoder's output, or makes vectors of it."""
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel, recompute: str):
         super().__init__(config, parallel, recompute, layer)
-        is_first = layer == config.num_layers
-        self.encoder_layernorm = encoder_layernorm(config, parallel) if is_first else None
-        self.encoder_dropout = config.final_dropout if is_first else 0.0
+        self.is_first = layer == config.num_layers
+        self.encoder_layernorm = encoder_layernorm(config, parallel) if self.is_first else None
+        self.encoder_dropout = config.final_dropout if self.is_first else 0.0
         self.layer = layer
 
     def forward(self, hidden: _TwoStacks, inputs: _Inputs) -> _TwoStacks:  # type: ignore[override]
@@ -187,6 +188,9 @@ class _DecoderBlock(DecoderBlock):
             encoded = self.encoder_layernorm(encoded)
         # `layer - 1` is the encoder's last layer, as in the whole model: the mask's key is the same in both.
         encoded = encoder_context.last(encoded, self.encoder_dropout, self.layer - 1)
+        vectors = inputs.micro_batch.extra_inputs
+        if self.is_first and isinstance(vectors, PlacedVectors):
+            encoded = only_vectors(encoded, vectors, inputs.parallel)
         return encoded, super().forward(decoded, encoded, decoder_context, self.layer)
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.parallel.collectives import gather_tokens_to_split
 from megatron_lite.transformer.activation_checkpoint import recomputed
 from megatron_lite.transformer.attention_backends.interface import AttentionPlan, EncoderDecoderPlan
 from megatron_lite.transformer.block import Block, deferred
@@ -26,6 +27,7 @@ from megatron_lite.transformer.kernels.dropout import Dropout
 from megatron_lite.transformer.kernels.fused import has_kernels
 from megatron_lite.transformer.lora import add_updates
 from megatron_lite.transformer.norms import LayerNorm, RMSNorm, make_norm
+from megatron_lite.transformer.pooling import PlacedVectors, pool
 from megatron_lite.transformer.residual import Residual, materialize
 from megatron_lite.transformer.tensor_parallel import (
     ColumnParallelLinear,
@@ -84,6 +86,16 @@ class DecoderEmbedding(nn.Module):
 def encoder_layernorm(config: ModelConfig, parallel: TensorParallel) -> LayerNorm | RMSNorm | None:
     """The norm at the end of a pre-norm encoder."""
     return make_norm(config, config.hidden_size, parallel) if config.norm == "pre" else None
+
+
+def only_vectors(encoded: torch.Tensor, vectors: PlacedVectors, parallel: TensorParallel) -> torch.Tensor:
+    """The encoder's states [Te, D] with the vector of each text at the one token of it that the decoder sees."""
+    is_split = parallel.sequence_parallel
+    if is_split:
+        encoded = gather_tokens_to_split(encoded, parallel.group)
+    pooled = pool(encoded, vectors).to(encoded.dtype)
+    encoded = encoded.index_copy(0, vectors.slots.long(), pooled)
+    return encoded.chunk(parallel.group.size)[parallel.group.rank] if is_split else encoded
 
 
 class CrossAttention(nn.Module):

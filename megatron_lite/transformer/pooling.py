@@ -31,6 +31,13 @@ class PooledTokens:
     counts: torch.Tensor  # int32 [G]: how many of them each document has
 
 
+@dataclass(frozen=True)
+class PlacedVectors(PooledTokens):
+    """The same where a decoder reads the vectors (TSDAE)."""
+
+    slots: torch.Tensor  # int32 [G], index of the encoder's token in whose place each vector is
+
+
 class TextBatch(Batch):
     """A batch whose documents have vectors, in the order of the sequences and of the documents in each.
 
@@ -61,15 +68,19 @@ class TextBatch(Batch):
     ) -> ExtraInputs:
         """`PooledTokens`."""
         positions, counts = self._pooled_tokens()
-        index_in_order = np.full(self.fields[:, DOC].size, -1)
-        index_in_order[order[order >= 0]] = np.flatnonzero(order >= 0)
-        arrays = {"positions": index_in_order[positions], "counts": counts}
+        places = places_in(order, self.fields[:, DOC].size)
+        arrays = {"positions": places[positions], "counts": counts}
         return ExtraInputs(arrays=arrays, make=lambda tensors: PooledTokens(**tensors))
+
+    @property
+    def has_part(self) -> np.ndarray:
+        """The tokens that are the documents', bool [B * S]."""
+        return self.fields[:, DOC].ravel() != PADDING_DOC
 
     def _pooled_tokens(self) -> tuple[np.ndarray, np.ndarray]:
         """Indices into the flattened batch, document after document, and their number in each document."""
         doc = self.fields[:, DOC].reshape(-1).astype(np.int64)
-        tokens = np.flatnonzero(doc != PADDING_DOC)
+        tokens = np.flatnonzero(self.has_part)
         # Numbers of documents begin again in each sequence; these are unique in the batch and ascending.
         numbers = tokens // self.fields.shape[2] * (doc.max(initial=0) + 1) + doc[tokens]
         assert (np.diff(numbers) >= 0).all(), "the tokens of a document follow each other"
@@ -83,6 +94,13 @@ class TextBatch(Batch):
         else:
             chosen = place == (0 if self.pooling == "cls" else lengths[document] - 1)
         return tokens[chosen], np.bincount(document[chosen], minlength=len(lengths))
+
+
+def places_in(order: np.ndarray, size: int) -> np.ndarray:
+    """The index of each token of a flattened batch in an attention plan's order, int64 [size]; -1 = it is not there."""
+    places = np.full(size, -1)
+    places[order[order >= 0]] = np.flatnonzero(order >= 0)
+    return places
 
 
 def pool(hidden: torch.Tensor, tokens: PooledTokens) -> torch.Tensor:

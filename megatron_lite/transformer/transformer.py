@@ -28,6 +28,7 @@ from megatron_lite.transformer.encoder_decoder import (
     DecoderEmbedding,
     encoder_decoder_contexts,
     encoder_layernorm,
+    only_vectors,
 )
 from megatron_lite.transformer.forward_context import (
     BeforeBlock,
@@ -45,7 +46,7 @@ from megatron_lite.transformer.micro_batch import MicroBatch
 from megatron_lite.transformer.multi_token import MultiTokenBlock
 from megatron_lite.transformer.norms import LayerNorm, RMSNorm, final_layernorm
 from megatron_lite.transformer.pair_records import PairInputs
-from megatron_lite.transformer.pooling import pool
+from megatron_lite.transformer.pooling import PlacedVectors, pool
 from megatron_lite.transformer.position_bias import Table, relative_tables
 from megatron_lite.transformer.predictions import task_outputs, token_scores
 from megatron_lite.transformer.residual import Hidden, materialize
@@ -121,14 +122,16 @@ class Transformer(TrainedModel):
         before_block: BeforeBlock | None = None,
         condition: Condition | None = None,
         routed: RoutedTokens | None = None,
+        vectors: PlacedVectors | None = None,
     ) -> torch.Tensor:
         """Output of the last block: [T, D], or [Td, D].
 
         Args: condition: what the texts depend on. routed: the tokens that routers count; None: without their losses.
+            vectors: that a decoder reads in place of the encoder's states; None: it reads those.
         """
         hidden, context = self._embed(tokens, ids, plan, dropout, condition, routed)
         if self.config.decoder_layers:
-            hidden = self._run_encoder_decoder(hidden, context, ids[0].flatten())
+            hidden = self._run_encoder_decoder(hidden, context, ids[0].flatten(), vectors)
         else:
             if self.has_memory and before_block is None:
                 before_block = detached_memory(ids.flatten(1), plan, self.parallel)
@@ -191,7 +194,11 @@ class Transformer(TrainedModel):
         return materialize(x)
 
     def _run_encoder_decoder(
-        self, hidden: torch.Tensor, context: ForwardContext, positions: torch.Tensor
+        self,
+        hidden: torch.Tensor,
+        context: ForwardContext,
+        positions: torch.Tensor,
+        vectors: PlacedVectors | None = None,
     ) -> torch.Tensor:
         """The encoder's blocks, then the decoder's: [Te + Td, D], int [Te + Td] -> [Td, D]."""
         encoder, decoder = encoder_decoder_contexts(context, self.parallel)
@@ -200,6 +207,8 @@ class Transformer(TrainedModel):
         encoded, decoded = hidden.split(local_lengths(plan, self.parallel))
         encoder_positions, decoder_positions = positions.split(plan.lengths)
         encoded = self._run_encoder(encoded, encoder, encoder_positions)
+        if vectors is not None:
+            encoded = only_vectors(encoded, vectors, self.parallel)
         return self.run_decoder(decoded, encoded, decoder, decoder_positions)
 
     def _run_encoder(
@@ -272,7 +281,7 @@ class Transformer(TrainedModel):
             return vectors, vectors.new_empty(0)
         if predict:
             return self._predictions(batch)
-        if batch.extra_inputs is None or isinstance(batch.extra_inputs, FurtherTokens):
+        if batch.extra_inputs is None or isinstance(batch.extra_inputs, FurtherTokens | PlacedVectors):
             return self._token_loss(self._hidden(batch), batch)
         if batch.extra_inputs.head == "choices":
             # A choice is scored by the likelihood of its tokens: by the vocabulary's logits, not by a task head.
@@ -330,7 +339,11 @@ class Transformer(TrainedModel):
         return group_sums(log_p, groups), group_sums(~is_likeliest, groups) == 0
 
     def _hidden(self, batch: MicroBatch, before_block: BeforeBlock | None = None) -> torch.Tensor:
-        return self.run(batch.tokens, batch.ids, batch.plan, batch.dropout, before_block, routed=batch.routed)
+        inputs = batch.extra_inputs
+        return self.run(
+            batch.tokens, batch.ids, batch.plan, batch.dropout, before_block, routed=batch.routed,
+            vectors=inputs if isinstance(inputs, PlacedVectors) else None,
+        )  # fmt: skip
 
     def _layers(self, batch: MicroBatch) -> list[torch.Tensor]:
         """[T, D] of the last block; for a mix of the embeddings and of all blocks."""

@@ -88,7 +88,8 @@ SECTIONS: dict[str, Mapping[str, Sequence[Any]]] = {
 NAMES = tuple(
     name
     for name, made in OBJECTIVES.items()
-    if name not in ("optimus", "electra", "entities", "contrastive") and not made.config_class().class_heads
+    if name not in ("optimus", "electra", "entities", "contrastive", "tsdae")
+    and not made.config_class().class_heads
 )
 # Systems with experts say nothing about their number.
 STACKS = tuple(

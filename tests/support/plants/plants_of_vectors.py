@@ -5,6 +5,7 @@ from __future__ import annotations
 from support.plants.plant import Plant
 
 VECTORS = "tests/embedding/test_vectors.py"
+TSDAE = "tests/embedding/test_tsdae.py"
 POOLING = "megatron_lite/transformer/pooling.py"
 EMBEDDER = "megatron_lite/embedding/embedder.py"
 LOSSES, STEP = "megatron_lite/transformer/pair_losses.py", "megatron_lite/engine/vector_loss.py"
@@ -166,5 +167,72 @@ EMBEDDINGS = (
         'return _CAUSAL_FORMS.get(begin, "causal") if',
         'return "causal" if',
         (f"{TRAINING}[qwen2-positive-2-3]",),
+    ),
+    Plant(
+        "a decoder that reads the encoder's state in place of the vector",
+        "megatron_lite/transformer/transformer.py",
+        "encoded = only_vectors(encoded, vectors, self.parallel)",
+        "pass",
+        (f"{TSDAE}::test_loss_and_gradients_equal_transformers[t5-mean]",),
+    ),
+    Plant(
+        "a decoder that sees all states of a text beside its vector",
+        "data_utils/objectives/tsdae.py",
+        "set_range(row[ORD], offset, at, -1)",
+        "set_range(row[ORD], offset, at, 0)",
+        (f"{TSDAE}::test_the_decoder_writes_the_whole_text_and_the_encoder_reads_some_words_of_it",),
+    ),
+    Plant(
+        "deleted words that stay",
+        "data_utils/objectives/tsdae.py",
+        "is_kept = not chance(rng, settings.deleted_below)",
+        "is_kept = True",
+        (f"{TSDAE}::test_the_decoder_writes_the_whole_text_and_the_encoder_reads_some_words_of_it",),
+    ),
+    Plant(
+        "the share of words that is to be deleted is kept",
+        "data_utils/objectives/tsdae.py",
+        "is_kept = not chance(rng, settings.deleted_below)",
+        "is_kept = chance(rng, settings.deleted_below)",
+        (f"{TSDAE}::test_the_decoder_writes_the_whole_text_and_the_encoder_reads_some_words_of_it",),
+    ),
+    Plant(
+        "the decoder's tokens in the vector that it reads",
+        "megatron_lite/models/tsdae.py",
+        "super().has_part & (self.fields[:, ORD].ravel() <= 0)",
+        "super().has_part",
+        (f"{TSDAE}::test_loss_and_gradients_equal_transformers[t5-mean]",),
+    ),
+    Plant(
+        "padding of a batch in the vectors of its texts",
+        "megatron_lite/models/tsdae.py",
+        "super().has_part & (self.fields[:, ORD].ravel() <= 0)",
+        "self.fields[:, ORD].ravel() <= 0",
+        (f"{TSDAE}::test_loss_and_gradients_equal_transformers[t5-mean]",),
+    ),
+    Plant(
+        "targets of a text one token too early",
+        "data_utils/objectives/tsdae.py",
+        "copy_range(row[TARGETS], part_b, end - 1, text, 0)",
+        "copy_range(row[TARGETS], part_b, end - 2, text, 1)",
+        (f"{TSDAE}::test_the_decoder_writes_the_whole_text_and_the_encoder_reads_some_words_of_it",),
+    ),
+    Plant(
+        "stages whose decoder reads the encoder's states in place of vectors",
+        "megatron_lite/engine/pipeline.py",
+        "encoded = only_vectors(encoded, vectors, inputs.parallel)",
+        "pass",
+        (
+            f"{TSDAE}::test_layouts_equal_one_process[tensor1-pipeline2-data1-size4-zero1-sequenceFalse-systembart]",
+        ),
+    ),
+    Plant(
+        "vectors whose gradient reaches the tokens of one rank alone",
+        "megatron_lite/transformer/encoder_decoder.py",
+        "import gather_tokens_to_split\n",
+        "import gather_tokens as gather_tokens_to_split\n",
+        (
+            f"{TSDAE}::test_layouts_equal_one_process[tensor2-pipeline1-data2-size4-zero1-sequenceTrue-systemt5_1_1]",
+        ),
     ),
 )
