@@ -493,36 +493,45 @@ def train(options: argparse.Namespace, run: Run, stop: int) -> None:
 
 def score(options: argparse.Namespace, run: Run) -> None:
     """Add what the system knows at this step to its points."""
-    from megatron_lite.finetune import minimal_pairs
-
     state = run.state
-    texts = held_out(options, "validation" if run.is_trial else "test")
-    pairs = [] if run.is_trial or options.blimp is None else read_minimal_pairs(options.blimp, options.pairs)
     if run.system in OURS:
-        from megatron_lite.finetune.harness import Harness
-        from megatron_lite.inference.open_run import load_run
-
-        harness = Harness(load_run(run.directory / "run"), size=SCORE_ROWS)
-
-        def scored(some: Sequence[str]) -> list[float]:
-            return minimal_pairs.scored(harness, some, "left-to-right")
+        scored = scorer_of_ours(run.directory / "run")
     else:
         trained = Peer(options, run)
         trained.load(run.directory / f"{state['step']}.pt")
         scored = peer_scorer(options, trained)
-    words = sum(len(text.split()) for text in texts)
-    point = {
-        "step": state["step"], "seconds": state["seconds"], "tokens": state["step"] * ROWS * LENGTH,
-        "nats_per_word": -sum(scored(texts)) / words,
-    }  # fmt: skip
-    if pairs:
-        paradigms: dict[str, minimal_pairs.Paradigm] = {}
-        values = scored([text for pair in pairs for text in (pair.good, pair.bad)])
-        for pair, good, bad in zip(pairs, values[::2], values[1::2], strict=True):
-            own = paradigms.setdefault(pair.paradigm, minimal_pairs.Paradigm(pair.paradigm, pair.phenomenon))
-            own.right.append(good > bad or pair.is_one_sentence)  # as in lm_eval
-        point["blimp"] = minimal_pairs.mean(list(paradigms.values()))[0]
+    point = {"step": state["step"], "seconds": state["seconds"], "tokens": state["step"] * ROWS * LENGTH}
+    point |= knowledge(options, scored, run.is_trial)
     run.save(state | {"points": [*state["points"], point]})
+
+
+def scorer_of_ours(run: Path) -> Callable[[Sequence[str]], list[float]]:
+    """Sentences -> log probability, written from left to right, in nats."""
+    from megatron_lite.finetune import minimal_pairs
+    from megatron_lite.finetune.harness import Harness
+    from megatron_lite.inference.open_run import load_run
+
+    harness = Harness(load_run(run), size=SCORE_ROWS)
+    return lambda texts: minimal_pairs.scored(harness, texts, "left-to-right")
+
+
+def knowledge(
+    options: argparse.Namespace, scored: Callable[[Sequence[str]], list[float]], is_trial: bool = False
+) -> dict[str, Any]:
+    """Nats per word of held-out sentences, of the validation split for a trial, else with the share of right pairs."""
+    from megatron_lite.finetune import minimal_pairs
+
+    texts = held_out(options, "validation" if is_trial else "test")
+    found = {"nats_per_word": -sum(scored(texts)) / sum(len(text.split()) for text in texts)}
+    if is_trial or options.blimp is None:
+        return found
+    pairs = read_minimal_pairs(options.blimp, options.pairs)
+    paradigms: dict[str, minimal_pairs.Paradigm] = {}
+    values = scored([text for pair in pairs for text in (pair.good, pair.bad)])
+    for pair, good, bad in zip(pairs, values[::2], values[1::2], strict=True):
+        own = paradigms.setdefault(pair.paradigm, minimal_pairs.Paradigm(pair.paradigm, pair.phenomenon))
+        own.right.append(good > bad or pair.is_one_sentence)  # as in lm_eval
+    return found | {"blimp": minimal_pairs.mean(list(paradigms.values()))[0]}
 
 
 def take_turn(options: argparse.Namespace, run: Run) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from benchmarks import pretraining_pays, same_hours
+from benchmarks import pretraining_pays, recipe_trials, same_hours
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.common.settings import merge, parse_override
 from megatron_lite.config.tree import load_config
@@ -370,6 +370,89 @@ def test_leads_are_taken_before_the_decay_and_speed_is_apart(options, simulated)
     assert gains["GPT-2 (transformers)"] == pytest.approx(-fewer_steps, abs=0.05)
     assert gains["GLM (this project)"] == pytest.approx(0.5 - fewer_steps, abs=0.05)
     assert any(line.startswith("| objective | causal (this project) | GLM") for line in lines)
+
+
+# ---- recipe_trials.py ----
+
+
+@pytest.fixture
+def trial_options(tmp_path):
+    return SimpleNamespace(
+        laptop=tmp_path / "laptop", work=tmp_path / "trials", precision="fp32", set=[], pairs=2, sentences=3,
+        blimp=None, threads=1,
+    )  # fmt: skip
+
+
+def test_trials_are_the_recipe_at_a_sixth_but_for_what_they_name(trial_options, monkeypatch):
+    monkeypatch.setattr(
+        recipe_trials, "weighted_text", lambda options: "data.train=[{prefix: a}, {prefix: b}]"
+    )
+    whole = load_config([same_hours.LAPTOP_CONFIG], [])
+    configs = {
+        trial: load_config([same_hours.LAPTOP_CONFIG], recipe_trials.settings(trial_options, trial, 7))
+        for trial in recipe_trials.TRIALS
+    }
+    parts, first = whole.schedule.parts, whole.phase_plan.first_steps[1]
+    for config in configs.values():
+        assert config.training.steps * 6 == whole.training.steps and config.training.seed == 7
+        assert [part.steps for part in config.schedule.parts] == [round(part.steps / 6) for part in parts]
+        assert config.optimizer == whole.optimizer
+    recipe = configs["recipe"]
+    assert [step * 6 for step in recipe.phase_plan.first_steps[:2]] == [0, first]
+    assert recipe.phase_plan.configs[1].objective_choices == whole.phase_plan.configs[1].objective_choices
+    assert recipe.model == whole.model and len(configs["text-weights"].data.train) == 2
+    for name, share in (("no-short-spans", 0.0), ("few-short-spans", 1 / 16)):
+        (only,) = configs[name].phase_plan.configs
+        assert only.data.sequence_length == 128 and only.objective_choices[0].section.token_prob == share
+    assert configs["query-key-norm"].model == dataclasses.replace(whole.model, query_key_norm=True)
+
+
+def test_text_is_weighted_by_its_packages(trial_options, monkeypatch):
+    packages = (
+        "anarchism",
+        "fortunes",
+        "git-doc",
+        "postgresql-doc-15",
+        "sword-text-web",
+        "dict-wn",
+        "dict-foldoc",
+    )
+    lines = [json.dumps({"text": name, "source": name}) for name in packages]
+    trial_options.laptop.mkdir()
+    (trial_options.laptop / "corpus.jsonl").write_text("\n".join(lines))
+    built = []
+    monkeypatch.setattr(recipe_trials, "command", lambda options, *given: built.append(given))
+    corpora = parse_override(recipe_trials.weighted_text(trial_options))["data"]["train"]
+    assert {corpus["name"]: corpus["tokens"] for corpus in corpora} == recipe_trials.SHARES
+    assert sum(recipe_trials.SHARES.values()) == pytest.approx(1)
+    texts = {
+        given[2].stem: [json.loads(line)["text"] for line in given[2].read_text().splitlines()]
+        for given in built
+    }
+    assert texts == {
+        "documentation": ["git-doc", "postgresql-doc-15"],
+        "religion": ["sword-text-web"],
+        "prose": ["anarchism", "fortunes"],
+    }
+    (trial_options.laptop / "corpus.jsonl").write_text(lines[0])
+    with pytest.raises(DataError, match="no text of documentation; text-weights needs the packages"):
+        recipe_trials.weighted_text(trial_options)
+
+
+def test_a_trial_is_run_once_and_not_taken_for_another(trial_options, monkeypatch):
+    trained = []
+    monkeypatch.setattr(recipe_trials, "command", lambda options, *given: trained.append(given))
+    monkeypatch.setattr(recipe_trials, "scorer_of_ours", lambda run: run)
+    scores = {"nats_per_word": 6.5, "blimp": 0.5}
+    monkeypatch.setattr(recipe_trials, "knowledge", lambda options, scored: dict(scores))
+    for seed in (1, 2, 2):
+        recipe_trials.run_trial(trial_options, "recipe", seed)
+        scores["nats_per_word"] = 6.75
+    assert len(trained) == 2
+    assert "| recipe | 2 | 6.625 \N{PLUS-MINUS SIGN} 0.177 | 50.0" in recipe_trials.table(trial_options)
+    trial_options.set = ["model.num_layers=4"]
+    with pytest.raises(ConfigError, match="of other settings; give another --work"):
+        recipe_trials.run_trial(trial_options, "recipe", 2)
 
 
 # ---- pretraining_pays.py ----
