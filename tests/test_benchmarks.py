@@ -169,6 +169,10 @@ MISTAKES = {
     "pairs_step": (["--longest", "8"], "--longest is 8; it must be at least 20"),
     "preprocess": (["--work", "file/work"], "file is not a writable directory"),
     "reading": (["absent"], "CHECKOUT is absent, which is not a directory"),
+    "recipe_trials": (
+        ["--laptop", "absent", "--work", "work", "recipe"],
+        "absent/tokenizer does not exist; run scripts/laptop.sh",
+    ),
     "same_hours": (
         ["--laptop", "absent", "--work", "work"],
         "absent/tokenizer does not exist; run scripts/laptop.sh",

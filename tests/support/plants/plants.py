@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from support.plants.plant import RECIPES, Plant
+from support.plants.plants_of_benchmarks import BENCHMARKS
 from support.plants.plants_of_experts import MIXTURES
 from support.plants.plants_of_kernels import KERNELS
 from support.plants.plants_of_objectives import OBJECTIVES
@@ -605,5 +606,5 @@ PROCESSES = (
 
 PLANTS = (
     *GRADIENTS, *LOSSES, *DROPOUT, *SAMPLES, *ROWS, *WINDOWS, *WIDTHS, *INSIDE, *OBJECTIVES, *STREAMS, *ELECTRA,
-    *KERNELS, *POSITIONS, *LORA, *PROCESSES, *EMBEDDINGS, *MIXTURES,
+    *KERNELS, *POSITIONS, *LORA, *PROCESSES, *EMBEDDINGS, *MIXTURES, *BENCHMARKS,
 )  # fmt: skip
