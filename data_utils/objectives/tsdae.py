@@ -146,7 +146,7 @@ def _fill_rows(batch, chunks, tables, record):
 class Tsdae(RowObjective):
     name = "tsdae"
     config_class = TsdaeConfig
-    losses = (Loss("tsdae", 44),)
+    losses = (Loss("tsdae", 45),)
     entry = staticmethod(_fill_rows)
     compiled_files = (t5.__file__,)
 
