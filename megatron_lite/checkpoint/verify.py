@@ -343,8 +343,8 @@ def new_parameters(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]
     """Names of the parameters that a run has and the checkpoint it is initialized from lacks.
 
     They are a task's head, unless the checkpoint has one of the same shapes; adapters, updates of LoRA and routers, if
-    the checkpoint has none; and the layer before the output projection, if the checkpoint has no head (a
-    discriminator).
+    the checkpoint has none; the block of further tokens (MTP), which a run without it leaves in the checkpoint; and
+    the layer before the output projection, if the checkpoint has no head (a discriminator).
     Raises: CheckpointError if the other parameters differ.
     """
     head = {name for name in shapes if name.startswith(TASK_HEAD)}
@@ -355,12 +355,25 @@ def new_parameters(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]
     # A discriminator (ELECTRA) predicts no tokens: what it lacks of the output head is new.
     if not any(name.startswith("heads.") for name in checkpoint.shapes):
         head |= {name for name in shapes if name.startswith("heads.projection.")}
-    theirs = {name: shape for name, shape in checkpoint.shapes.items() if not name.startswith(TASK_HEAD)}
+    further, had_further = _further_block(shapes), _further_block(checkpoint.shapes)
+    adapters |= set() if had_further else further
+    theirs = {
+        name: shape
+        for name, shape in checkpoint.shapes.items()
+        if not name.startswith(TASK_HEAD) and (further or name not in had_further)
+    }
     without_head = dataclasses.replace(checkpoint, shapes=theirs)
     check_model(without_head, {name: shapes[name] for name in shapes if name not in head | adapters})
     # Each of several heads is new or known alone.
     lacking = {name.rsplit(".", 2)[0] for name in head if checkpoint.shapes.get(name) != shapes[name]}
     return frozenset({name for name in head if name.rsplit(".", 2)[0] in lacking} | adapters)
+
+
+def _further_block(names: Iterable[str]) -> set[str]:
+    """Those of a model's parameters that are of its block of further tokens, which alone has this product."""
+    found = [re.fullmatch(r"(layers\.\d+\.)projection\.weight", name) for name in names]
+    prefixes = tuple(match[1] for match in found if match)
+    return {name for name in names if name.startswith(prefixes)}
 
 
 def check_same_number(checkpoint: Checkpoint, count: int) -> None:

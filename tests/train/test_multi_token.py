@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -100,3 +101,31 @@ def test_a_resumed_run_is_equal_bit_for_bit(settings, tmp_path):
     (resumed,) = run_ranks(fit, 1, stopped)
     assert whole.keys() == resumed.keys() and any(name.startswith("layers.2.projection") for name in whole)
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+
+
+def test_a_run_may_leave_it_out_or_begin_it_anew(settings, tmp_path):
+    """With the weights of a run that has it, or that has not."""
+    # Each with a seed of its own: without the weights of another it would begin elsewhere.
+    name, seeds = "layers.2.projection.weight", itertools.count(7)
+
+    def begun(directory, start, mtp_layers):
+        changes = {
+            "training": {"steps": 1, "seed": next(seeds)},
+            "model": {"mtp_layers": mtp_layers},
+            "checkpoint": {"save_interval": 0},
+        }
+        if start is not None:
+            changes["checkpoint"]["initialize_from"] = str(tmp_path / start)
+        return run_ranks(fit, 1, merge(run_of(settings, tmp_path / directory), changes))[0]
+
+    whole = begun("whole", None, 1)
+    without = begun("without", "whole", 0)
+    again = begun("again", "without", 1)
+    assert whole.keys() - without.keys() == {key for key in whole if key.startswith("layers.2.")}
+    assert whole.keys() == again.keys() and not torch.equal(whole[name], again[name])
+    # The learning rate of a step is 3e-3: both go on from the weights of the run before.
+    moved = [
+        (one["layers.0.attention.dense.weight"] - other["layers.0.attention.dense.weight"]).abs().max()
+        for one, other in ((without, whole), (again, without))
+    ]
+    assert all(0 < distance < 4e-3 for distance in moved)
