@@ -2,7 +2,7 @@
 """Trials of the laptop's recipe at a sixth of its steps, each with another setting or other weights of the text.
 
     bash scripts/laptop.sh
-    python benchmarks/recipe_trials.py --laptop laptop --work laptop/trials --blimp blimp/data recipe query-key-norm
+    python benchmarks/recipe_trials.py recipe query-key-norm --laptop laptop --work laptop/trials --blimp blimp/data
 
 A trial is configs/laptop.yaml with 900 steps, its two phases and schedule in proportion, and what TRIALS says; --seeds
 are runs of their own. Each is scored on held-out sentences of the test split and, with --blimp, on minimal pairs, both
