@@ -20,7 +20,7 @@ from functools import cache, partial
 
 import numpy as np
 
-from data_utils.build.config import DEFAULT_SHARD_BYTES, BuildConfig
+from data_utils.build.config import DEFAULT_SHARD_BYTES, BuildConfig, output_prefixes
 from data_utils.build.corpus import build_corpus
 from data_utils.build.ranks import Ranks
 from data_utils.common.cores import usable_cores
@@ -206,8 +206,15 @@ def make_dataset(arguments: argparse.Namespace, ranks: Ranks) -> None:
         roles=dict(arguments.token_role),
     )
     make_tokenizer = cache(partial(load_tokenizer, tokenizer, arguments.encoder))
-    report = build_corpus(make_config(arguments), make_tokenizer, ranks)
-    if ranks.rank == 0:
+    config = make_config(arguments)
+    report = build_corpus(config, make_tokenizer, ranks)
+    if ranks.rank != 0:
+        return
+    if report is None:
+        print(
+            f"{config.output} is complete: what built it was killed when it had only its working files to remove"
+        )
+    else:
         print("\n".join(map(printable, report.lines())))
         text = np.array(IndexedDataset(next(iter(report.documents))).tokens[:_TOKENS_READ])
         vocabulary, whose = vocabulary_of(make_tokenizer()), f"the first {len(text):,}"
@@ -218,9 +225,9 @@ def make_dataset(arguments: argparse.Namespace, ranks: Ranks) -> None:
         if vocabulary.special.eos == NO_TOKEN:
             remedy = "; if one of its tokens does, --token-role eos=TOKEN" * (tokenizer.kind == "hf_json")
             print(f"  no token ends the documents: the tokenizer has none with a known name{remedy}")
-        for prefix in report.documents if arguments.verify else ():
-            verify(IndexedDataset(prefix, sequential=True))
-            print(f"  {prefix}: verified")
+    for prefix in output_prefixes(config) if arguments.verify else ():
+        verify(IndexedDataset(prefix, sequential=True))
+        print(f"  {prefix}: verified")
 
 
 def main() -> int:

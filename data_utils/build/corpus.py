@@ -80,8 +80,8 @@ def build_corpus(
     config: BuildConfig,
     make_tokenizer: Callable[[], Any],
     ranks: Ranks | None = None,
-) -> BuildReport:
-    """Build the datasets of `config`; see the module docstring.
+) -> BuildReport | None:
+    """Build the datasets of `config`; see the module docstring. None: the same build was killed after they were done.
 
     Args:
         make_tokenizer: gives an object with `encode_batch`, `use_fast_encoder`, `special.eos`, `vocab_size`,
@@ -99,6 +99,8 @@ def build_corpus(
             tokenizer.vocab_size, tokenizer.special.eos, tokenizer.fingerprint, tokenizer.config
         )
         job = ranks.on_first(lambda: _start(config, facts, tokenizer.encode_batch, stack, writers))
+        if job is None:
+            return None
         if job.todo and job.annotation_reader is None and job.input_bytes >= FAST_FROM_CHARACTERS:
             tokenizer.use_fast_encoder()  # once, and not in each worker
         return_freed_memory()  # reading the tokenizer took twice the memory that it holds
@@ -112,8 +114,8 @@ def _start(
     encode_batch: Callable[[list[str]], tuple[np.ndarray, np.ndarray]],
     stack: ExitStack,
     writers: list[IndexedDatasetWriter],
-) -> Job:
-    """Check everything that can be checked before the work, and open the output."""
+) -> Job | None:
+    """Check everything that can be checked before the work, and open the output. None: there is none."""
     paths = expand_inputs(config.inputs)
     evaluation_paths = expand_inputs(config.evaluation_inputs) if config.evaluation_inputs else []
     check_text_key(config.text_key, [*paths, *evaluation_paths])
@@ -124,7 +126,7 @@ def _start(
     prefixes = output_prefixes(config)
     directory = BuildDirectory(config.output)
     # A build that was killed while its datasets were put in place finds its own output there, and goes on.
-    may_be_ours = directory.is_committing() and not config.restart
+    may_be_ours = not config.restart and (directory.is_committing() or directory.is_done())
     _refuse_existing(prefixes, paths, config.overwrite or may_be_ours)
     evaluation = None
     if config.evaluation_inputs:
@@ -134,6 +136,11 @@ def _start(
         writer = IndexedDatasetWriter(prefix, tokenizer.vocab_size, further)
         writers.append(stack.enter_context(writer))
     plan = _plan(config, tokenizer, paths, evaluation, annotation_reader, text_pairs)
+    if not config.restart and directory.is_done(plan) and all(map(existing_files, prefixes)):
+        directory.remove()
+        return None
+    if not directory.is_committing():  # what is there is another build's
+        _refuse_existing(prefixes, paths, config.overwrite)
     stack.callback(_remove_if_nothing_is_finished, directory)
     directory.open(plan, config.restart)
     shards = plan_shards(paths, config.text_split, config.shard_bytes, _SHARD_FILES)
@@ -417,7 +424,8 @@ def _commit(
         remove_dataset(writer.prefix)
     for writer, name in zip(writers, names, strict=True):
         writer.finish({**manifest, "split": {**manifest["split"], "name": name or None}})
-    directory.remove()  # of a command killed meanwhile the dataset is complete, and nothing goes on with the rest
+    directory.mark_done()
+    directory.remove()
 
 
 def _sources(paths: Sequence[InputFile]) -> dict[str, Any]:

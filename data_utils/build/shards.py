@@ -3,6 +3,7 @@
     PREFIX.build/plan.json       the inputs and options of the build; a build with others is refused
     PREFIX.build/shard-000017/   for each split its tokens, lengths (and others), and record.json
     PREFIX.build/committing      the dataset is complete on disk and is being renamed to the prefix
+    PREFIX.build/done.json       the plan, renamed when the dataset is in place and the rest is to be removed
 
 A shard is written under a unique name and renamed once all of it is on disk. So a shard that exists is complete, any
 process may die at any moment, and two processes may make the same shard.
@@ -40,10 +41,10 @@ from data_utils.common.untrusted import conform, parse_json, read_bounded
 from data_utils.dataset.manifest import FURTHER
 from data_utils.storage.objects import input_change
 
-_PLAN, _COMMITTING, _STOP, _RECORD = "plan.json", "committing", "stop", "record.json"
+_PLAN, _COMMITTING, _DONE, _STOP, _RECORD = "plan.json", "committing", "done.json", "stop", "record.json"
 _MAX_BYTES = 256 << 20  # of a plan or a record
 _SHARD_NAME = re.compile(r"shard-(\d{6,})")
-_BUILD_ENTRY = re.compile(r"shard-\d{6,}(\.[0-9a-f]{32})?|plan\.json(\.partial)?|committing|stop")
+_BUILD_ENTRY = re.compile(r"shard-\d{6,}(\.[0-9a-f]{32})?|plan\.json(\.partial)?|committing|done\.json|stop")
 
 
 class _Plan(TypedDict):
@@ -161,6 +162,18 @@ class BuildDirectory:
     def is_committing(self) -> bool:
         return (self.path / _COMMITTING).exists() and (self.path / _PLAN).exists()
 
+    def mark_done(self) -> None:
+        """The datasets are in place: a start with this plan has only the directory to remove."""
+        with disk_errors(self.path):
+            os.replace(self.path / _PLAN, self.path / _DONE)
+            sync_directory(self.path)
+
+    def is_done(self, plan: Mapping[str, Any] | None = None) -> bool:
+        """Whether a build, that of the plan if one is given, ended while it removed its directory."""
+        with disk_errors(self.path):
+            done = _read_plan(self.path / _DONE)
+        return done is not None and (plan is None or _difference(done, _as_json_reads(plan)) is None)
+
     def remove(self) -> None:
         """Remove the build. Raises DataError, removing nothing, if the directory holds anything else."""
         with disk_errors(self.path):
@@ -174,6 +187,9 @@ class BuildDirectory:
                 )
             for name in (_PLAN, _COMMITTING):  # first: without them the rest is ignored
                 (self.path / name).unlink(missing_ok=True)
+            for entry in entries:  # before the plan of a build that is done
+                if entry.is_dir():
+                    remove_directory(entry)
             if self.path.is_dir():
                 remove_directory(self.path)
 

@@ -169,6 +169,17 @@ def test_a_fault_is_seen(fault, case, kind):
     assert max(outcome.largest[kind] for outcome in outcomes) > 20 * parity_cases.TOLERANCES["fp32"][kind]
 
 
+@pytest.mark.parametrize(
+    "expected, got, difference",
+    [(1e-9, -2e-9, 0.0), (1e-9, 2e-7, 199.0), (1e-9, math.nan, math.inf), (2e-7, 2.002e-7, 1e-3)],
+    ids=["rounding", "a gradient for none", "no number", "a small gradient"],
+)
+def test_only_a_gradient_that_is_rounding_may_be_another(expected, got, difference):
+    outcome, expected = parity.Outcome(Case()), torch.tensor([expected])
+    outcome.add("gradients", "weight", torch.tensor([got]), expected, expected, rounding=1e-7)
+    assert outcome.largest["gradients"] == pytest.approx(difference, rel=0.01)
+
+
 def weights_after_training(context, case):
     engine = make_engine(case.config(), context, parity_cases.OBJECTIVES)
     for step in range(2):

@@ -80,7 +80,7 @@ def test_a_kill_at_any_step_on_disk(tmp_path, monkeypatch, rebuild):
         (tmp_path / f"{name}.jsonl").write_text(to_jsonl(f"{name} {i}" for i in range(40)))
         build(tmp_path / f"{name}.jsonl", tmp_path / name / "c", deduplicate=True)
     options = {"deduplicate": True, "overwrite": rebuild}
-    seen, step, status = set(), 0, None
+    seen, step, status, done = set(), 0, None, 0
     while status != 0:
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         if rebuild:
@@ -94,16 +94,28 @@ def test_a_kill_at_any_step_on_disk(tmp_path, monkeypatch, rebuild):
         assert status in (0, -signal.SIGKILL)
         states = {state_of(tmp_path / f"out/c_{split}", tmp_path, split) for split in "ab"}
         seen |= states
-        if status and not rebuild and states == {"new"} and not (tmp_path / "out/c.build/plan.json").exists():
-            with pytest.raises(DataError, match="already exists"):  # killed while it removed its directory
+        directory, manifest = tmp_path / "out/c.build", tmp_path / "out/c_a.json"
+        if (
+            status
+            and not rebuild
+            and states == {"new"}
+            and not (directory.exists() and any(directory.iterdir()))
+        ):
+            with pytest.raises(DataError, match="already exists"):  # killed when it had removed all
                 build(tmp_path / "new.jsonl", tmp_path / "out/c", **options)
         elif status:  # the same command again
-            build(tmp_path / "new.jsonl", tmp_path / "out/c", **options)
-            assert not (tmp_path / "out/c.build").exists()
+            is_done, written = (
+                (directory / "done.json").exists(),
+                manifest.exists() and manifest.stat().st_mtime_ns,
+            )
+            report = build(tmp_path / "new.jsonl", tmp_path / "out/c", **options)
+            assert (report is None) == is_done and (not is_done or manifest.stat().st_mtime_ns == written)
+            done += is_done
+            assert not directory.exists()
         assert outputs(tmp_path / "out") == files(tmp_path / "new"), step
         step += 1
     assert seen == ({"old", "absent", "new"} if rebuild else {"absent", "new"})
-    assert step > 40  # the steps were counted
+    assert step > 40 and done > 5  # the steps were counted
 
 
 def state_of(prefix, tmp_path, split):
