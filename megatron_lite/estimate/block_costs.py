@@ -205,7 +205,7 @@ class _Memory(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten.bincount.default and args[0].device == META:
             # Tokens of each expert, which the host reads: about equally many.
-            _, _, count = (*args, *(None,) * (2 - len(args)), *kwargs.values())
+            count = kwargs.get("minlength") or args[2]
             return torch.arange(len(args[0])).remainder(count).bincount(minlength=count)
         out = func(*args, **kwargs)
         self.add(out)
