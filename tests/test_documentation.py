@@ -219,9 +219,11 @@ def test_options_of_documented_commands_exist():
     found = commands()
     assert "scripts/preprocess_data.py" in found
     for script, options in found.items():
-        text = (ROOT / script).read_text(encoding="utf-8")
-        if script == "scripts/generate.py":
-            text += (ROOT / "megatron_lite/config/generation.py").read_text(encoding="utf-8")
+        shared = (
+            "megatron_lite/config/generation.py",
+            "data_utils/corpus/documents.py",
+        )  # options of several scripts
+        text = "".join((ROOT / path).read_text(encoding="utf-8") for path in (script, *shared))
         for option in options - {"--help"}:
             assert f'"{option}"' in text or re.search(rf"\b{option[2:].replace('-', '_')}:", text), (
                 script,

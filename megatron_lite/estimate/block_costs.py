@@ -205,7 +205,7 @@ class _Memory(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten.bincount.default and args[0].device == META:
             # Tokens of each expert, which the host reads: about equally many.
-            count = int(kwargs.get("minlength", args[-1]))
+            count = kwargs.get("minlength") or args[2]
             return torch.arange(len(args[0])).remainder(count).bincount(minlength=count)
         out = func(*args, **kwargs)
         self.add(out)

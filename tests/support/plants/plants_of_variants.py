@@ -58,4 +58,11 @@ VARIANTS = (
         "first = start",
         (f"{_SHORT}::test_a_tenth_of_the_parts_is_short_with_uniform_lengths_and_places",),
     ),
+    Plant(
+        "a block's weights counted as what it saves",
+        "megatron_lite/estimate/block_costs.py",
+        "return _Pass(tokens, saved - weights, ",
+        "return _Pass(tokens, saved, ",
+        ("tests/estimate/test_estimate.py::test_parts_of_memory_match_a_hand_calculation",),
+    ),
 )
