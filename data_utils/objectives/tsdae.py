@@ -35,6 +35,8 @@ from data_utils.objectives.own_model import require, require_alone
 from data_utils.objectives.registry import register
 from data_utils.objectives.t5 import write_decoder_inputs
 
+_FORMS_READ = ("t5", "bart")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("tsdae")
@@ -47,10 +49,17 @@ class TsdaeConfig(WholeTextSizes):
         "t5",
         "How a text is written for the encoder: t5 (x eos) or bart ([CLS] x eos). Where it is left out, as the run's "
         "other objective has it, or model.system.",
-        one_of=("t5", "bart"),
     )
 
     model_module = "megatron_lite.models.tsdae"
+
+    def __post_init__(self) -> None:
+        # Not `one_of`: most who come here have an encoder alone, and have set no form.
+        check(
+            self.form in _FORMS_READ,
+            f"tsdae.form is {self.form}, but tsdae trains an encoder and a decoder that read texts as T5 or BART do; "
+            "start from one of these, set tsdae.form to t5 or bart, or train an encoder by contrastive.",
+        )
 
     def check_run(self, config: Any) -> None:
         """Raise ConfigError unless a decoder reads one vector of each text."""

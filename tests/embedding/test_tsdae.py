@@ -25,6 +25,7 @@ from transformers import AutoTokenizer
 from data_utils.build.config import BuildConfig
 from data_utils.build.corpus import build_corpus
 from data_utils.common.batch_fields import DOC, ORD, TARGETS, TOKENS, WEIGHTS
+from data_utils.common.errors import ConfigError
 from data_utils.common.settings import build, merge
 from data_utils.loader.loader import collate
 from data_utils.objectives import LOSS_NAMES
@@ -95,6 +96,23 @@ def test_all_or_one_word_may_be_left(ratio, left):
 
 def examples(made, text, count: int = 60):
     return [made.example(text, sample) for sample in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": {"system": "bert"}}, "tsdae.form is bert, .* encoder and a decoder .* contrastive"),
+        (
+            {"model": {"decoder_layers": 0, "system": None}, "tsdae": {"form": "t5"}},
+            "model.decoder_layers is 0",
+        ),
+        ({"objectives": {"t5": 1.0}}, "objectives has tsdae, t5; .* alone"),
+        ({"data": {"short_prob": 0.1}}, "data.short_prob is 0.1"),
+    ],
+)
+def test_what_has_no_decoder_or_other_samples_is_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        build(Config, with_objective(merge(tree_of(Layout()), changes)))
 
 
 # The loss

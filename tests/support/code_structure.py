@@ -48,6 +48,7 @@ PACKAGES = (
     "megatron_lite.models.electra",
     "megatron_lite.models.ernie_thu",
     "megatron_lite.models.text_pairs",
+    "megatron_lite.models.tsdae",
     "megatron_lite.finetune",
     "megatron_lite.analysis",
     "pretrain_glm",
