@@ -91,5 +91,7 @@ def test_the_share_of_masks_falls_with_the_phases(encoder):
 def test_a_new_run_has_a_base_only_with_rotary_positions(tmp_path):
     given = "model.rotary_base=500", f"run.directory={tmp_path}"
     check_start(tiny(*given, "model.positions=rotary"))
-    with pytest.raises(ConfigError, match=r"model\.rotary_base is 500\.0 with model.positions learned_blocks"):
+    with pytest.raises(
+        ConfigError, match=r"model\.rotary_base is 500\.0 with model.positions learned_blocks"
+    ):
         check_start(tiny(*given))
