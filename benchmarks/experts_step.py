@@ -2,9 +2,9 @@
 """CPU seconds of a training step of a mixture of experts, beside transformers' class of equal weights.
 
 Forward and backward pass of one batch of texts, without an optimizer. The class is Qwen3MoeForCausalLM with attention
-by sdpa, once with each implementation of experts that transformers has: `eager` loops over them, `batched_mm` copies
-the weights of each token's experts, `grouped_mm` is one product of all. They take turns, a ratio is of one turn, and
-the losses must agree.
+by sdpa, with implementations of experts that transformers has: `eager` loops over them, `grouped_mm` is one product of
+all. `batched_mm` copies the weights of each token's experts, which takes gigabytes, so it must be asked for. All take
+turns, a ratio is of one turn, and the losses must agree.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def losses(options: argparse.Namespace) -> dict[str, tuple[nn.Module, Callable[[
 
         return loss
 
-    variants = {name: (theirs, of_class(name)) for name in IMPLEMENTATIONS}
+    variants = {name: (theirs, of_class(name)) for name in options.implementations}
     return {"ours": (ours, lambda: ours(inputs)[0] / len(inputs.targets)), **variants}
 
 
@@ -130,6 +130,13 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument("--per-token", type=int, default=4)
     parser.add_argument("--width", type=int, default=384, help="of an expert (384)")
+    parser.add_argument(
+        "--implementations",
+        nargs="+",
+        choices=IMPLEMENTATIONS,
+        default=["eager", "grouped_mm"],
+        help="of transformers (eager grouped_mm)",
+    )
     parser.add_argument("--dtype", default="fp32", choices=DTYPES)
     parser.add_argument("--repeats", type=int, default=5, help="turns (5)")
     parser.add_argument("--threads", type=int, default=1)
