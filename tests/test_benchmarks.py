@@ -153,6 +153,7 @@ MISTAKES = {
     "checkpoint": (["--directory", "absent"], "absent does not exist; give --directory an existing one"),
     "collate": (["--no-such"], "unrecognized arguments: --no-such"),
     "dataset": (["--directory", "absent"], "absent does not exist; give --directory an existing one"),
+    "experts_step": (["--size", "8"], "--size is 8; it must be at least 64"),
     "kernels": (["--json", "x.json"], "--device is cuda, and torch sees no GPU; set --device cpu"),
     "long_context": (["--no-such"], "the following arguments are required: --work"),
     "loss_curves": (

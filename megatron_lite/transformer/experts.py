@@ -90,7 +90,8 @@ class Experts(nn.Module):
         k, chosen = self.settings.per_token, choice.experts.flatten()
         order = chosen.argsort(stable=True)  # of the T k pairs of a token and an expert, by expert
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        counts = chosen.bincount(minlength=self.settings.count)
+        # Not bincount, which waits for the device to look for the largest number.
+        counts = order.new_zeros(self.settings.count).scatter_add_(0, chosen, torch.ones_like(chosen))
         y = self._computed(_Take.apply(x, order, place, k), counts)
         y = _Take.apply(y, place, order, 1).unflatten(0, (-1, k))
         # Each rank has terms of the outputs, and so of the gates' gradients.
@@ -100,9 +101,7 @@ class Experts(nn.Module):
     def _computed(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Tokens by expert [n, D] -> their experts' outputs. Args: counts: int [all experts], tokens of each."""
         group, experts = self.parallel.expert_group, list(self.experts.values())
-        gathered = counts if group.size == 1 else all_gather(counts, group)
-        # By the rank that sends, the rank that has the expert, and the expert. The layer's one read of the device.
-        table = gathered.view(-1, group.size, len(experts)).tolist()
+        table = self._table(rows, counts)
         sent, received = [sum(to) for to in table[group.rank]], [sum(each[group.rank]) for each in table]
         sizes = [count for each in table for count in each[group.rank]]
         parts = exchange(rows, sent, received, group).split(sizes)
@@ -113,6 +112,12 @@ class Experts(nn.Module):
             outputs.append(y.split(sizes[e :: len(experts)]))
         y = torch.cat([part for of_rank in zip(*outputs, strict=True) for part in of_rank])
         return exchange(y, received, sent, group)
+
+    def _table(self, rows: torch.Tensor, counts: torch.Tensor) -> list[list[list[int]]]:
+        """Tokens by the rank that sends them, the rank that has the expert, and the expert; its read of the device."""
+        group = self.parallel.expert_group
+        gathered = counts if group.size == 1 else all_gather(counts, group)
+        return gathered.view(group.size, group.size, -1).cpu().tolist()
 
 
 def feed_forward(config: ModelConfig, parallel: TensorParallel, layer: int) -> MLP | Experts:

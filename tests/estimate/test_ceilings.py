@@ -37,6 +37,9 @@ CEILINGS = {
     "without dropout, fa3": (2, 11, 15, 0, 0, 1, 0, 0, 1),
     "local layers, fa3": (1, 9, 14, 0, 0, 1, 0, 0, 4),
     "qwen3": (1, 9, 14, 0, 0, 1, 0, 0, 1),
+    # 8 experts: on one rank, and 4 of them on each of two. A wait a block: it reads how many tokens each expert has.
+    "experts": (1, 108, 110, 1, 28, 1, 0, 84, 1),
+    "experts of two ranks": (1, 92, 86, 0, 28, 1, 0, 84, 1),
     "unilmv2": (1, 8, 19, 0, 0, 1, 0, 0, 1),
     "t5": (1.5, 12.5, 26, 0.25, 0, 1, 0, 0, 1),  # an encoder's and a decoder's layer on average
     "bert": (1, 8, 19, 0, 0, 1, 0, 3, 1),  # the sentence head has two classes

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAPER = ("configs/glm-large.yaml", "configs/objectives/paper.yaml")
 BERT, UNILMV2, T5 = ("configs/bert-large.yaml",), ("configs/unilmv2-base.yaml",), ("configs/t5-base.yaml",)
 QWEN3, DEBERTA = ("configs/qwen3-0.6b.yaml",), ("configs/deberta-v3-base.yaml",)
+MIXTURE = "model.experts={count: 8, per_token: 2, width: 768}"
 XLNET = ("configs/xlnet-large.yaml",)
 WINDOWED, MODERN = ("configs/modernbert-base.yaml",), ("configs/glm-modern-base.yaml",)
 LLAMA, SHORT_ROWS = (
@@ -75,6 +76,8 @@ MORE = {
     ),
     "local layers, fa3": (WINDOWED, 1, 1, (*SHORT_ROWS, "training.attention=fa3"), None, 1),
     "qwen3": (QWEN3, 8, 1, (), None, 1),
+    "experts": (QWEN3, 8, 1, (MIXTURE,), None, 1),
+    "experts of two ranks": (QWEN3, 8, 1, (MIXTURE, "parallel.expert_parallel_size=2"), None, 1),
     "qwen3 without norms of heads": (QWEN3, 8, 1, ("model.query_key_norm=false",), None, 1),
     "loss rows": (PAPER, 64, 1, ("training.loss_rows=512",), None, 1),
     "label smoothing": (PAPER, 64, 1, ("training.label_smoothing=0.1",), None, 1),
