@@ -56,9 +56,8 @@ def _within_micro_batches(found: Traffic, stage: StageParameters, s: Sizes) -> N
         "dp": RankGroup("dp", s.dp_group.ranks[: s.config.parallel.expert_parallel_size]),
     }
     layers = range(stage.first_block, stage.first_block + stage.blocks)
-    with_experts = sum(
-        s.config.model.has_experts(layer) for layer in layers
-    )  # they alone send to others of "dp"
+    # They alone send to others of "dp".
+    with_experts = sum(s.config.model.has_experts(layer) for layer in layers)
     for is_decoder, blocks in ((False, encoders), (True, decoders)):
         if blocks:
             for (kind, group), size in s.block(is_decoder).sent.items():
