@@ -286,7 +286,7 @@ def test_padding_reports_every_objective(tmp_path, capsys):
     for name, row_length, padded, lost in rows:
         # Few rows of whole documents: the last one is not full.
         # Denoisers of ul2 differ in what a text needs, and so do the two pieces of a distance.
-        most = {"optimus": 40, "ul2": 30, "sentence_distance": 20}.get(name.strip(), 15)
+        most = {"optimus": 40, "tsdae": 40, "ul2": 30, "sentence_distance": 20}.get(name.strip(), 15)
         assert int(row_length) >= 128 and 0 <= float(padded.strip(" %")) < most
         assert 0 <= float(lost.strip(" %")) < 1, name
     with pytest.raises(ConfigError, match="--samples is 0"):

@@ -43,6 +43,7 @@ BY_TOKENS = (MASKED_DIFFUSION.number,)  # divided by all tokens of the texts, no
 SHARED = (
     MASKED,
     MASKED_SPANS,
+    MTP,
     NEXT_SENTENCE_LOSS,
     SENTENCE_ORDER_LOSS,
     SPAN_BOUNDARY,

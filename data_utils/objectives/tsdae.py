@@ -49,12 +49,13 @@ class TsdaeConfig(WholeTextSizes):
         "t5",
         "How a text is written for the encoder: t5 (x eos) or bart ([CLS] x eos). Where it is left out, as the run's "
         "other objective has it, or model.system.",
+        one_of=tuple(FORMS),
     )
 
     model_module = "megatron_lite.models.tsdae"
 
     def __post_init__(self) -> None:
-        # Not `one_of`: most who come here have an encoder alone, and have set no form.
+        # Most who come here have an encoder alone, and have set no form.
         check(
             self.form in _FORMS_READ,
             f"tsdae.form is {self.form}, but tsdae trains an encoder and a decoder that read texts as T5 or BART do; "

@@ -443,7 +443,7 @@ class CheckpointConfig:
     )
     upcycling_noise: float = setting(
         0.0,
-        "Where experts begin as copies of the FFN of a dense initialize_from: their own initial weights times this are "
+        "Where experts begin as copies of a dense FFN: their own initial weights times this are "
         "added, so that they differ.",
         at_least=0,
     )

@@ -345,7 +345,7 @@ class _Stages(PipelineModule):
 
     def further_loss(self, hidden: torch.Tensor, inputs: _Inputs) -> torch.Tensor:
         """As `sum_losses`, of the further tokens. Args: hidden: of the last block."""
-        readout = self._readout()
+        readout = self.readout()
         (block,) = readout.layers.values()
         words, norm = self.tied_modules["words"], readout.final_layernorm
         loss_sum, sums = cast(MultiTokenBlock, block).loss(
@@ -354,7 +354,7 @@ class _Stages(PipelineModule):
         self.objective_sums[:, : sums.shape[1]] += sums
         return loss_sum
 
-    def _readout(self) -> _Readout:
+    def readout(self) -> _Readout:
         (readout,) = (function for function in self.forward_funcs if isinstance(function, _Readout))
         return readout
 
@@ -378,7 +378,7 @@ class _Stages(PipelineModule):
         """On the last stage: the module whose weight predicts tokens."""
         if "words" in self.tied_modules:
             return self.tied_modules["words"]
-        vocabulary = self._readout().heads.vocabulary
+        vocabulary = self.readout().heads.vocabulary
         assert vocabulary is not None
         return vocabulary
 

@@ -29,6 +29,7 @@ from megatron_lite.parallel.collectives import Group
 from megatron_lite.transformer.batch import Batch
 from megatron_lite.transformer.block import Block
 from megatron_lite.transformer.encoder_decoder import encoder_decoder_contexts
+from megatron_lite.transformer.experts import Experts
 from megatron_lite.transformer.forward_context import local_lengths
 from megatron_lite.transformer.kernels.fused import choose_kernels, kernels_are_wanted
 from megatron_lite.transformer.kernels.varlen_kernels import attention_in_use, use_attention
@@ -203,13 +204,17 @@ class _Memory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten.bincount.default and args[0].device == META:
-            # Tokens of each expert, which the host reads: about equally many.
-            count = kwargs.get("minlength") or args[2]
-            return torch.arange(len(args[0])).remainder(count).bincount(minlength=count)
         out = func(*args, **kwargs)
         self.add(out)
         return out
+
+
+def _equal_shares(experts: Experts, rows: torch.Tensor, counts: torch.Tensor) -> list[list[list[int]]]:
+    """For `Experts._table`, which reads a device: each expert has about equally many tokens, from each rank."""
+    ranks, (share, rest) = experts.parallel.expert_group.size, divmod(len(rows), len(counts))
+    of_experts = [share + (number < rest) for number in range(len(counts))]
+    each = len(counts) // ranks
+    return [[of_experts[to * each : (to + 1) * each] for to in range(ranks)] for _ in range(ranks)]
 
 
 @contextlib.contextmanager
@@ -219,10 +224,7 @@ def _without_ranks(setup: _Setup) -> Iterator[Counter[tuple[str, str]]]:
     done = SimpleNamespace(wait=lambda: None)
 
     def counted(kind: str, *tensors: torch.Tensor, group: str, **_: Any) -> Any:
-        if tensors[0].device == META:
-            sent[kind, group] += max(tensor.nbytes for tensor in tensors)
-        else:  # the counts of experts, equal on all ranks
-            tensors[0].view(-1, len(tensors[1])).copy_(tensors[1])
+        sent[kind, group] += max(tensor.nbytes for tensor in tensors)
         return done
 
     def exchange(out: torch.Tensor, x: torch.Tensor, *_: Any, group: str) -> None:
@@ -238,12 +240,15 @@ def _without_ranks(setup: _Setup) -> Iterator[Counter[tuple[str, str]]]:
         **{name: functools.partial(counted, kind) for name, kind in kinds.items()},
     )  # fmt: skip
     library, kernels, attention = collectives.dist, kernels_are_wanted(), attention_in_use()
+    read = Experts._table
     collectives.dist = stand_in  # type: ignore[assignment]
+    Experts._table = _equal_shares  # type: ignore[method-assign]
     choose_kernels(setup.kernels)
     use_attention("fa2" if setup.attention == "auto" else setup.attention, activate=False)
     try:
         yield sent
     finally:
         collectives.dist = library
+        Experts._table = read  # type: ignore[method-assign]
         choose_kernels("fused" if kernels else "torch")
         use_attention(attention, activate=False)

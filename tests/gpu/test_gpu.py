@@ -121,6 +121,7 @@ MIXTURE = {  # of what reads plain text
         if made.config_class.own_model_advice is None
         and made.config_class().token_annotation is None
         and made.config_class().own_corpora is None
+        and name != "tsdae"  # its decoder reads vectors
     },
     "masked_lm": {"next_sentence": True},
     "model": {

@@ -17,7 +17,7 @@ def choice(name, **section):
 
 def test_every_objective_has_a_form():
     """But OPTIMUS's, whose encoder and decoder meet in a vector: its classifier reads that. Text pairs have any."""
-    assert set(FORMAT_OF_OBJECTIVE) == set(OBJECTIVES) - {"optimus", "electra", "contrastive"}
+    assert set(FORMAT_OF_OBJECTIVE) == set(OBJECTIVES) - {"optimus", "electra", "contrastive", "tsdae"}
     assert set(FORMAT_OF_OBJECTIVE.values()) == set(FORMS) - {"auto"}
     with pytest.raises(ConfigError, match="the objective optimus has no input format"):
         choose_input_format("auto", [choice("optimus")])
