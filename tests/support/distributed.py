@@ -11,6 +11,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import time
 import traceback
@@ -56,6 +57,7 @@ def _rank_main(
     port: int,
     parallel: ParallelConfig,
     args: tuple,
+    stays: bool,
 ) -> None:
     try:
         torch.set_num_threads(1)
@@ -70,11 +72,20 @@ def _rank_main(
         with contextlib.suppress(OSError):  # nobody listens to ranks that a test kills
             connection.send_bytes(pickle.dumps(("error", traceback.format_exc())))
     connection.close()
+    while (
+        stays
+    ):  # rank 0 has the store, which others may need when it is done; the test process kills them all
+        signal.pause()
     os._exit(0)  # skip exit handlers inherited from the test process
 
 
 def _start(
-    function: Callable, world_size: int, args: tuple, parallel: ParallelConfig | None, fresh: bool = False
+    function: Callable,
+    world_size: int,
+    args: tuple,
+    parallel: ParallelConfig | None,
+    fresh: bool = False,
+    stays: bool = False,
 ) -> tuple[list[Connection], list[Any]]:
     port = free_port()
     methods: Any = _SPAWN if fresh else _FORK
@@ -83,7 +94,7 @@ def _start(
         ours, theirs = methods.Pipe(duplex=False)
         process = methods.Process(
             target=_rank_main,
-            args=(theirs, function, rank, world_size, port, parallel or ParallelConfig(), args),
+            args=(theirs, function, rank, world_size, port, parallel or ParallelConfig(), args, stays),
             daemon=True,
         )
         process.start()
@@ -113,7 +124,7 @@ def run_ranks(
     Args: fresh: in new interpreters, each of which imports everything. CUDA does not work in forked processes.
     Raises AssertionError with the traceback of the first rank that fails, dies or outlasts the limit.
     """
-    connections, processes = _start(function, world_size, args, parallel, fresh)
+    connections, processes = _start(function, world_size, args, parallel, fresh, stays=True)
     try:
         return _collect(connections, time.monotonic() + limit_seconds)
     finally:
