@@ -147,8 +147,7 @@ Written by `python tests/support/planted.py --output docs/records/planted_bugs.m
 
 Each bug is put alone into a copy of the project, as a replacement of a few words, and the tests that should catch it
 are run, also those of them that are marked slow: all pass without it, and one must fail with it.
-{caught} of {count} bugs are caught. A row has the commit, its date, and the time of its tests on a busy machine; a row
-without a commit ran with files that nobody can check out any more, and waits for its next run.
+{caught} of {count} bugs are caught. A row has the commit, its date, and the time of its tests on a busy machine.
 
 Some of these bugs were in releases or main branches of other projects, where they silently trained worse models;
 the column names the report. `tests/support/plants/plants.py` has the exact text of each.
