@@ -242,7 +242,7 @@ def _without_ranks(setup: _Setup) -> Iterator[Counter[tuple[str, str]]]:
     library, kernels, attention = collectives.dist, kernels_are_wanted(), attention_in_use()
     read = Experts._table
     collectives.dist = stand_in  # type: ignore[assignment]
-    Experts._table = _equal_shares  # type: ignore[method-assign]
+    Experts._table = _equal_shares  # type: ignore[assignment, method-assign]
     choose_kernels(setup.kernels)
     use_attention("fa2" if setup.attention == "auto" else setup.attention, activate=False)
     try:
