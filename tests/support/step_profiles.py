@@ -42,6 +42,7 @@ TASKS = {
 SP = (TP, "parallel.sequence_parallel=true")
 GLM_2B, GLM_10B = ("configs/glm-2b.yaml",), ("configs/glm-10b.yaml",)
 TP4 = ("parallel.tensor_parallel_size=4", "parallel.sequence_parallel=true")
+TWO = ("parallel.pipeline_parallel_size=2", "parallel.zero_stage=1")
 
 # name -> (configuration, ranks, micro-batches, settings, plant, traced layers)
 FEW = {
@@ -100,6 +101,9 @@ LAYOUTS = {
     "335M, StableAdamW": (PAPER, 8, 1, ("optimizer.kind=stable_adamw",), None, 1),
     "335M, AdaFactor": (PAPER, 8, 1, ("optimizer.kind=adafactor", "model.num_layers=6"), None, 0),
     "335M, LoRA": (PAPER, 64, 2, ("model.lora.rank=8", "training.precision=bf16"), None, 1),
+    "1B, LoRA of two parts, ZeRO 3": (
+        LLAMA, 8, 2, ("model.lora.rank=8", "model.lora.targets=[q_proj, v_proj]", "parallel.zero_stage=3"), None, 0,
+    ),
     "335M, Muon": (PAPER, 1, 1, ("optimizer.kind=muon",), None, 1),
     "2B, ZeRO 3": (GLM_2B, 16, 2, (*WHOLE, "parallel.zero_stage=3", "model.num_layers=24"), None, 0),
     "2B, offload": (GLM_2B, 16, 2, (*WHOLE, "parallel.offload_optimizer=true"), None, 1),
@@ -107,6 +111,7 @@ LAYOUTS = {
         GLM_2B, 16, 2, (*WHOLE, *TP4, "parallel.zero_stage=2", "training.recompute=selective"), None, 1,
     ),
     "10B, ZeRO 2, full": (GLM_10B, 64, 2, ("model.num_layers=2",), None, 0),
+    "10B, TP 4 and SP, PP 2, full": (GLM_10B, 64, 4, (*TP4, *TWO), None, 1),
 }  # fmt: skip
 CASES = {**FEW, **MORE, **LAYOUTS}
 
