@@ -3,7 +3,7 @@
 Equal layers cost the same, so two traces with different numbers of layers give the numbers of all; where some layers
 are local they differ by one global layer and the local ones that follow it. So with the micro-batches of a step.
 Memory is extended phase by phase, because its peak may move from one phase to another. Of a pipeline the first, the
-fullest inner and the last stage are traced.
+fullest inner and the last stage are traced, with all micro-batches.
 """
 
 from __future__ import annotations
@@ -108,9 +108,11 @@ def _traced_stages(config: Config) -> Iterator[tuple[int, int]]:
 
 
 def _micro_batches(request: Request, config: Config) -> tuple[int, int]:
-    """Micro-batches that are traced, and those of a step. In a pipeline as many are under way as there are stages."""
+    """Micro-batches that are traced, and those of a step. In a pipeline all are: the first tensors from other stages
+    arrive in other phases than later ones.
+    """
     count = config.batch.accumulation_steps(config.parallel.data_parallel_size(request.processes))
-    return min(count, max(TRACED_MICRO_BATCHES, config.parallel.pipeline_parallel_size)), count
+    return count if config.parallel.pipeline_parallel_size > 1 else min(count, TRACED_MICRO_BATCHES), count
 
 
 def _cases(request: Request, config: Config, stage: int, depth: int, step: int, sent: Any) -> Iterator[Case]:
