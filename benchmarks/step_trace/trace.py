@@ -31,6 +31,7 @@ from megatron_lite.config.tree import Config
 from megatron_lite.engine import plain
 from megatron_lite.engine.engine import Engine
 from megatron_lite.estimate.batches import random_batches
+from megatron_lite.estimate.block_costs import equal_shares
 from megatron_lite.estimate.gpus import gpu_named
 from megatron_lite.estimate.sizes import RankGroup
 from megatron_lite.parallel.context import ParallelContext, initialize
@@ -96,11 +97,8 @@ def _balance_experts() -> None:
     read = Experts._table
 
     def table(self: Experts, rows: torch.Tensor, counts: torch.Tensor) -> list[list[list[int]]]:
-        shape = read(self, rows, counts)
-        experts, (each, rest) = self.settings.count, divmod(len(rows), self.settings.count)
-        loads = [each + (e < rest) for e in range(experts)]
-        local = experts // len(shape)
-        return [[loads[to : to + local] for to in range(0, experts, local)] for _ in shape]
+        read(self, rows, counts)
+        return equal_shares(self, rows, counts)
 
     Experts._table = table  # type: ignore[method-assign]
 

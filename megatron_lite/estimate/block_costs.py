@@ -209,7 +209,7 @@ class _Memory(TorchDispatchMode):
         return out
 
 
-def _equal_shares(experts: Experts, rows: torch.Tensor, counts: torch.Tensor) -> list[list[list[int]]]:
+def equal_shares(experts: Experts, rows: torch.Tensor, counts: torch.Tensor) -> list[list[list[int]]]:
     """For `Experts._table`, which reads a device: each expert has about equally many tokens, from each rank."""
     ranks, (share, rest) = experts.parallel.expert_group.size, divmod(len(rows), len(counts))
     of_experts = [share + (number < rest) for number in range(len(counts))]
@@ -242,7 +242,7 @@ def _without_ranks(setup: _Setup) -> Iterator[Counter[tuple[str, str]]]:
     library, kernels, attention = collectives.dist, kernels_are_wanted(), attention_in_use()
     read = Experts._table
     collectives.dist = stand_in  # type: ignore[assignment]
-    Experts._table = _equal_shares  # type: ignore[assignment, method-assign]
+    Experts._table = equal_shares  # type: ignore[assignment, method-assign]
     choose_kernels(setup.kernels)
     use_attention("fa2" if setup.attention == "auto" else setup.attention, activate=False)
     try:
