@@ -23,8 +23,8 @@ from megatron_lite.transformer.kernels.compat import (
     widens,
 )
 
-# Half precision: keys up to which plain is faster than flash, whose backward pass is slow on short sequences. Measured
-# with AMX under a mask, ms forward and backward of [batch, heads, tokens, head size] for flash, flash in fp32 and plain:
+# Half precision: keys up to which plain is faster than flash, whose backward pass is slow on short sequences.
+# Measured with AMX, under a mask; ms of [batch, heads, tokens, head size] for flash, flash in fp32 and plain:
 #     [16, 4, 130, 64]      30   20    5
 #     [16, 4, 136, 32]      28    9    7
 #     [2, 12, 258, 64]      17   21   10
