@@ -121,10 +121,10 @@ def imported(system: str, sentence_model: Path, directory: Path) -> tuple[dict, 
     ("system", "positive", "negatives", "steps"),
     [
         ("bert", "positive", 2, STEPS),
-        ("bert", "query", 0, 3),
-        ("bert", "teacher", 0, 3),
+        pytest.param("bert", "query", 0, 3, marks=pytest.mark.slow),
+        pytest.param("bert", "teacher", 0, 3, marks=pytest.mark.slow),
         ("glm", "positive", 2, 3),
-        ("qwen2", "positive", 2, 3),
+        pytest.param("qwen2", "positive", 2, 3, marks=pytest.mark.slow),
     ],
 )
 def test_steps_equal_sentence_transformers(

@@ -91,6 +91,7 @@ def test_a_launcher_that_is_ended_does_not_leave_its_ranks_behind(settings, tmp_
     assert not (run / "LEASE").exists()
 
 
+@pytest.mark.slow
 def test_a_launcher_that_is_ended_at_the_start_trains_nothing(settings, tmp_path):
     with running(settings, tmp_path) as (launcher, config):
         wait_until((tmp_path / "run/LEASE").exists, what="rank 0 has begun")

@@ -106,7 +106,7 @@ def test_each_step_reads_the_samples_of_its_phase(phased):
     ("ranks", "parallel"),
     [
         pytest.param(2, {"zero_stage": 2}, marks=pytest.mark.slow),
-        (2, {"zero_stage": 3}),
+        pytest.param(2, {"zero_stage": 3}, marks=pytest.mark.slow),
         (2, {"pipeline_parallel_size": 2}),
     ],
 )

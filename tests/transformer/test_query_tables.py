@@ -143,6 +143,7 @@ def test_every_gradient(name, length, size, p):
     compare(arrays, size, torch.float32, p, 3e-6)
 
 
+@pytest.mark.slow
 def test_half_precision():
     compare(recipe_arrays(RECIPES["xlnet"], 23, 1, 2, FIELDS), 16, torch.float16, 0.0, 8e-3)
 
