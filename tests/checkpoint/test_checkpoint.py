@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from support.distributed import run_ranks
+from support.selection import slow_but
 from support.training.engines import expected, fill, layout, make_engine, placed, run_layout, tree
 from support.training.whole_weights import load_weights
 

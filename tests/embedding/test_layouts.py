@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from sentence_transformers.sentence_transformer.losses import MSELoss, MultipleNegativesRankingLoss
 from support.distributed import run_ranks
+from support.selection import slow_but
 
 from data_utils.common.batch_fields import DOC, FIELDS, OBJECTIVE, PADDING_DOC, POSITION_IDS, TOKENS
 from data_utils.common.losses import CONTRASTIVE

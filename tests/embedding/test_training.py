@@ -199,6 +199,7 @@ def test_steps_equal_sentence_transformers(
     assert np.abs(vectors - expected).max() < 1e-4 * np.abs(expected).max()
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_as_if_it_had_not(corpus, pairs, tmp_path):
     """On the ranks that it had bit for bit; on others, which add in another order, nearly."""
     _, prefixes = pairs

@@ -69,7 +69,8 @@ def running(settings, directory):
                 os.killpg(launcher.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("ask", [pytest.param("SIGTERM to the launcher", marks=pytest.mark.slow), "Ctrl-C"])
+@pytest.mark.slow
+@pytest.mark.parametrize("ask", ["SIGTERM to the launcher", "Ctrl-C"])
 def test_a_launcher_that_is_ended_does_not_leave_its_ranks_behind(settings, tmp_path, ask):
     run = tmp_path / "run"
     with running(settings, tmp_path) as (launcher, config):

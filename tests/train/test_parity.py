@@ -229,10 +229,11 @@ def recomputed_both_ways(context, case):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(Case(2, 1, 1, 2, True, dropout=0.1, attention_dropout=0.1), marks=pytest.mark.slow),
+        Case(2, 1, 1, 2, True, dropout=0.1, attention_dropout=0.1),
         Case(2, 2, 1, 1, dropout=0.1, attention_dropout=0.1),
     ],
     ids=str,

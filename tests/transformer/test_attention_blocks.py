@@ -37,7 +37,7 @@ from megatron_lite.transformer.micro_batch import MicroBatch
 from megatron_lite.transformer.transformer import Transformer
 
 EACH = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-# In the interpreter a recipe takes seconds: by default one with a bound of each kind, since the others differ by numbers
+# In the interpreter a recipe takes seconds: by default those with each kind of bound, as the others differ in numbers
 # that the kernels read. The lists of blocks are compared for all of them.
 USUAL = {"causal", "bert", "unilmv2", "xlnet with memory"}
 
@@ -189,7 +189,7 @@ def test_a_bias_by_distance_and_its_gradient(name):
         attention_dropout=0.0 if name == "t5" else 0.2,  # CUDA's own kernels, here emulated, draw other numbers
     )  # fmt: skip
     recipe = RECIPES[name]
-    batch = collate(make(recipe.name, 40, **recipe.config), windows(2, 40, 0))
+    batch = collate(make(recipe.name, 60, **recipe.config), windows(1, 60, 0))
     model = Transformer(config, num_losses=len(LOSS_NAMES))
     initialize_parameters(model.named_parameters(), config, seed=1)
     with torch.no_grad():
