@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.commands import assert_refused, forked
 from support.distributed import run_ranks
+from support.selection import slow_but
 from support.tasks.tasks import task_of, votes, write_lines, write_task
 from support.training.whole_weights import load_weights
 
@@ -63,14 +64,10 @@ def last_weights(directory: Path):
     return load_weights(read_checkpoint(list_checkpoints(directory)[-1]))
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "classification",
-        "cloze",
-        pytest.param("classification by a model of text pairs", marks=pytest.mark.slow),
-    ],
-)
+KINDS = ["classification", "cloze", "classification by a model of text pairs"]
+
+
+@pytest.mark.parametrize("kind", slow_but(KINDS[:2], KINDS))
 def test_a_task_is_learnt_from_initial_weights(tmp_path, kind):
     files = write_task(tmp_path / "task", **(CLOZE if kind == "cloze" else {}))
     lengths = [f"contrastive.{side}_length=32" for side in ("query", "document")]
