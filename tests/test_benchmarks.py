@@ -295,6 +295,7 @@ def test_padding_reports_every_objective(tmp_path, capsys):
         padding.main(["--prefix", str(tmp_path / "d"), "--case", "elmo"])
 
 
+@pytest.mark.slow
 def test_optimizers_are_measured_against_adamw(tmp_path):
     """Weights, moments and averages have 4 bytes a number."""
     arguments = ["--layers", "1", "--hidden", "64", "--repeats", "1", "--json", tmp_path / "rows.json"]

@@ -9,7 +9,6 @@ import pytest
 from support import planted
 from support.plants.plants import PLANTS, Plant
 from support.project import ROOT
-from support.selection import slow_but
 
 from data_utils.common.errors import ConfigError
 
@@ -98,9 +97,9 @@ def test_a_bug_is_caught_or_not_and_leaves_nothing(project):
     [
         ({"old": "a * b"}, "has the text to be replaced 0 times"),
         ({"old": "a"}, "times"),
-        ({"new": "a - c"}, "did not fail"),
-        ({"new": "a -"}, "did not fail"),
-        ({"tests": ("test_sums.py::test_absent",)}, "did not fail"),
+        pytest.param({"new": "a - c"}, "did not fail", marks=pytest.mark.slow),
+        pytest.param({"new": "a -"}, "did not fail", marks=pytest.mark.slow),
+        pytest.param({"tests": ("test_sums.py::test_absent",)}, "did not fail", marks=pytest.mark.slow),
     ],
 )
 def test_a_bug_that_proves_nothing_is_an_error(project, change, message):
@@ -146,10 +145,8 @@ def copy(tmp_path_factory):
     return planted.copied_tree(tmp_path_factory.mktemp("planted") / "project")
 
 
-USUAL = ("the window of local layers is one token short",)  # its tests take seconds
-
-
-@pytest.mark.parametrize("name", slow_but(USUAL, [plant.name for plant in PLANTS]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [plant.name for plant in PLANTS])
 def test_a_bug_is_caught(copy, name):
     """Its tests pass without it, and one fails with it."""
     (plant,) = (plant for plant in PLANTS if plant.name == name)

@@ -7,7 +7,7 @@ types that no function here has; and scipy.linalg, for sums of products in np.co
 from __future__ import annotations
 
 from numba import njit
-from numba.core import entrypoints
+from numba.core import entrypoints, ir
 
 from data_utils.common.imports import not_imported
 
@@ -18,3 +18,7 @@ __all__ = ["njit"]
 
 # No documentation promises this name. Where it does nothing, a start is slower.
 entrypoints._already_initialized = True
+
+# numba copies a function that it inlines block by block, and with each block the table of all variables, which it only
+# reads. One table for all saves a quarter of the time to compile an objective.
+ir.Scope.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]

@@ -80,7 +80,8 @@ class PairedRows(RowObjective):
         self._fill_pairs(batch, chunks, np.empty(max(1, chunks.counts.max()), PAIR))
 
     def _fill_pairs(self, batch: np.ndarray, chunks: Chunks, pairs: np.ndarray) -> None:
-        unit_start = self._unit_starts(chunks.tokens, chunks.lengths)
+        # One type for all, so that the machine code is one: marks of annotated text exceed a bool.
+        unit_start = self._unit_starts(chunks.tokens, chunks.lengths).astype(np.int32, copy=False)
         tokens = chunks.tokens if chunks.tokens.ndim == 1 else chunks.tokens[0]
         chunks = chunks._replace(tokens=tokens, unit_start=unit_start)
         self.entry(batch, tuple(chunks), self._tables(batch.shape[2]), pairs, self._record)

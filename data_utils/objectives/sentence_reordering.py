@@ -17,7 +17,6 @@ import numpy as np
 from data_utils.common.losses import CLASS_HEADS, Loss
 from data_utils.common.random_streams import below, new_rng, seed_rng
 from data_utils.common.settings import checked, setting
-from data_utils.objectives import cut_pairs
 from data_utils.objectives.compiled import Chunks, compiled, entry_point, maskable_length
 from data_utils.objectives.labelled_text import LabelledText, LabelledTextConfig, label_documents
 from data_utils.objectives.registry import register
@@ -43,12 +42,12 @@ def _cut(text, sentence_end, rng, cuts, max_parts):
 
 
 @compiled
-def _reorder(text, reordered, sentence_end, rng, cuts, settings):
+def _reorder(text, reordered, sentence_end, rng, cuts, max_parts, settings):
     """Write a chunk with its parts in a drawn order; eos stays last. Returns the class."""
     maskable = maskable_length(text, settings)
     for i in range(maskable, len(text)):
         reordered[i] = text[i]
-    parts = _cut(text[:maskable], sentence_end, rng, cuts, settings.parts)
+    parts = _cut(text[:maskable], sentence_end, rng, cuts, max_parts)
     first_class, orders = 0, 1  # of the orders of as many parts
     for n in range(1, parts):
         first_class += orders
@@ -73,7 +72,7 @@ def _reorder(text, reordered, sentence_end, rng, cuts, settings):
 
 
 @entry_point
-def _reorder_all(chunks, reordered, sentence_end, rng, cuts, labels, record):
+def _reorder_all(chunks, reordered, sentence_end, rng, cuts, labels, max_parts, record):
     settings, chunks = record[0], Chunks(*chunks)
     k, start = 0, 0  # the chunk, and where its text begins
     for i in range(len(chunks.samples)):
@@ -81,9 +80,8 @@ def _reorder_all(chunks, reordered, sentence_end, rng, cuts, labels, record):
             end = start + chunks.lengths[k]
             if end > start:
                 seed_rng(rng, settings.key, chunks.samples[i], document, 2)
-                labels[k] = _reorder(
-                    chunks.tokens[start:end], reordered[start:end], sentence_end, rng, cuts, settings
-                )
+                text, into = chunks.tokens[start:end], reordered[start:end]
+                labels[k] = _reorder(text, into, sentence_end, rng, cuts, max_parts, settings)
             start = end
             k += 1
 
@@ -105,10 +103,6 @@ class SentenceReordering(LabelledText):
     name = "sentence_reordering"
     config_class = SentenceReorderingConfig
     losses = (Loss("masked_reordered", 30), Loss("sentence_reordering", 31))
-    compiled_files = (__file__, cut_pairs.__file__)
-
-    def values(self):  # type: ignore[no-untyped-def]
-        return {**super().values(), "parts": self.config.parts}
 
     def _fill(self, batch: np.ndarray, chunks: Chunks) -> None:
         if not len(batch):
@@ -116,7 +110,8 @@ class SentenceReordering(LabelledText):
         self._unit_starts(chunks.tokens, chunks.lengths)  # refuses tokens of another vocabulary
         reordered, labels = np.empty_like(chunks.tokens), np.zeros(len(chunks.lengths), np.int64)
         cuts = np.empty(chunks.lengths.max(initial=0) + 1, np.int64)
-        _reorder_all(tuple(chunks), reordered, self._sentence_end, new_rng(), cuts, labels, self._record)
+        settings = self.config.parts, self._record
+        _reorder_all(tuple(chunks), reordered, self._sentence_end, new_rng(), cuts, labels, *settings)
         super()._fill(batch, chunks._replace(tokens=reordered))
         head = CLASS_HEADS["sentence_reordering"]
         label_documents(batch, chunks.counts, labels, chunks.first_document, head)

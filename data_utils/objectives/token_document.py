@@ -16,7 +16,6 @@ from data_utils.common.batch_fields import DOC, OBJECTIVE, TOKENS, WEIGHTS
 from data_utils.common.losses import CLASS_HEADS, Loss
 from data_utils.common.random_streams import seed_rng
 from data_utils.common.settings import checked
-from data_utils.objectives import cut_pairs, masking
 from data_utils.objectives.compiled import Chunks, entry_point, predict, with_scratch
 from data_utils.objectives.cut_pairs import split_point
 from data_utils.objectives.labelled_text import LabelledText, LabelledTextConfig
@@ -92,7 +91,6 @@ class TokenDocument(LabelledText):
     name = "token_document"
     config_class = TokenDocumentConfig
     losses = (Loss("masked_parts", 34), Loss("token_document", 35))
-    compiled_files = (__file__, cut_pairs.__file__, masking.__file__)
 
     def _fill(self, batch: np.ndarray, chunks: Chunks) -> None:
         if not len(batch):

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from support.distributed import run_ranks
+from support.selection import slow_but
 from support.training.engines import expected, fill, layout, make_engine, placed, run_layout, tree
 from support.training.whole_weights import load_weights
 
@@ -75,8 +76,8 @@ RESHARDS = [
 
 @pytest.mark.parametrize(
     "ranks, before, new_ranks, after",
-    # Every second one always: each kind of layout is saved or loaded by one of these.
-    [pytest.param(*case, marks=[pytest.mark.slow] * (i % 2)) for i, case in enumerate(RESHARDS)],
+    # Each kind of parallelism is saved or loaded by one of these.
+    slow_but([RESHARDS[4], RESHARDS[6], RESHARDS[8]], RESHARDS, of_several_names=True),
 )
 def test_state_is_bit_equal_on_any_layout(tmp_path, ranks, before, new_ranks, after):
     settings = {"batch": {"micro_batch_size": 1}}

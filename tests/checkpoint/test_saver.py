@@ -274,7 +274,13 @@ def run_steps(engine, settings, context):
 
 
 @pytest.mark.parametrize(
-    "ranks, parallel", [(1, layout()), (2, layout(zero=3)), (2, layout(pp=2)), (2, layout(zero=2))]
+    "ranks, parallel",
+    [
+        pytest.param(1, layout(), marks=pytest.mark.slow),
+        (2, layout(zero=3)),
+        pytest.param(2, layout(pp=2), marks=pytest.mark.slow),
+        pytest.param(2, layout(zero=2), marks=pytest.mark.slow),
+    ],
 )
 def test_an_update_waits_for_the_copy_of_the_state_before_it(tmp_path, ranks, parallel):
     settings = {"batch": {"micro_batch_size": 1}}

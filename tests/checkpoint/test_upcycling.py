@@ -57,7 +57,7 @@ def test_the_first_loss_is_that_of_the_dense_model(corpus, dense, tmp_path, choi
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.5])
+@pytest.mark.parametrize("noise", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
 def test_each_expert_is_the_ffn_with_its_own_noise_in_every_layout(corpus, dense, tmp_path, noise):
     whole = {
         name: weight.view(len(weight), -1) for name, weight in load_weights(find_manifest(dense)).items()

@@ -429,7 +429,7 @@ DRY_RUNS = {
 }  # fmt: skip
 
 
-USUAL = ("bert-large", "t5-base", "glm-large", "modernbert-base")  # the others are slow
+USUAL = ("t5-base", "glm-large", "modernbert-base")  # the others are slow
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,9 @@ def test_deberta_is_two_stacks_of_its_sizes_with_words_each():
     assert found == [f"{count / 1e6:.1f}" for count in counted]
 
 
-@pytest.mark.parametrize("name", ["electra-base", "deberta-v3-base-rtd"])
+@pytest.mark.parametrize(
+    "name", ["electra-base", pytest.param("deberta-v3-base-rtd", marks=pytest.mark.slow)]
+)
 def test_the_dry_run_counts_both_stacks(name, capsys):
     """Its FLOPs are the model spec's, the memory holds a common table once, times and launches are sums."""
     config, gpu = published(name), gpu_named("h100")

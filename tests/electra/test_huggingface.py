@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from support.data.tokenizer_files import bert_vocab, write_bert
 from support.distributed import run_ranks
 from support.hf.published_files import edit
+from support.selection import slow_but
 from support.systems.electra import electra_config, their_pair
 from support.training.engines import layout
 
@@ -53,7 +54,7 @@ def write_pair(directory, name="narrow embeddings"):
     return pair
 
 
-@pytest.fixture(scope="module", params=list(SIZES))
+@pytest.fixture(scope="module", params=slow_but(["narrow embeddings"], SIZES))
 def imported(request, tmp_path_factory):
     """The original directory, and the run made from it."""
     root = tmp_path_factory.mktemp("electra")

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from sentence_transformers.sentence_transformer.losses import MSELoss, MultipleNegativesRankingLoss
 from support.distributed import run_ranks
+from support.selection import slow_but
 
 from data_utils.common.batch_fields import DOC, FIELDS, OBJECTIVE, PADDING_DOC, POSITION_IDS, TOKENS
 from data_utils.common.losses import CONTRASTIVE
@@ -213,20 +214,25 @@ def test_the_same_text_twice_differs_by_dropout_alone():
     assert (without[:, 0] - without[:, 1]).abs().max() < 1e-6
 
 
+USUAL = [
+    Layout(tensor=2, data=2, size=4, sequence=True),
+    Layout(data=2, size=4, zero=3),
+    Layout(pipeline=2, size=2, kind="teacher"),
+    Layout(data=2, size=2, system="t5"),
+]
+FURTHER = [
+    Layout(size=2),
+    Layout(data=2, size=2),
+    Layout(data=4, size=1, zero=2),
+    Layout(pipeline=2, data=2, size=2),
+    Layout(pipeline=2, tensor=2, size=1, pooling="cls", kind="twice"),
+    Layout(data=2, size=2, kind="teacher"),
+]
+
+
 @pytest.mark.parametrize(
     "layout",
-    [
-        Layout(size=2),
-        Layout(data=2, size=2),
-        Layout(data=4, size=1, zero=2),
-        Layout(tensor=2, data=2, size=4, sequence=True),
-        Layout(data=2, size=4, zero=3),
-        Layout(pipeline=2, data=2, size=2),
-        Layout(pipeline=2, tensor=2, size=1, pooling="cls", kind="twice"),
-        Layout(data=2, size=2, system="t5"),
-        Layout(data=2, size=2, kind="teacher"),
-        Layout(pipeline=2, size=2, kind="teacher"),
-    ],
+    slow_but(USUAL, USUAL + FURTHER),
     ids=lambda layout: "-".join(f"{k}{v}" for k, v in layout._asdict().items()),
 )
 def test_layouts_equal_one_process(layout):

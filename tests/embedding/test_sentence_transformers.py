@@ -51,6 +51,7 @@ def test_vectors_equal_those_of_sentence_transformers_both_ways(case, pooling, o
     assert after["default_prompt_name"] == before.get("default_prompt_name")
 
 
+@pytest.mark.slow
 def test_the_released_minilm_is_imported_embedded_and_exported(tmp_path):
     """A user's path, with the comparison that both commands make themselves."""
     source = released_directory(tmp_path / "minilm")

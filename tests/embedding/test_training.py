@@ -121,10 +121,10 @@ def imported(system: str, sentence_model: Path, directory: Path) -> tuple[dict, 
     ("system", "positive", "negatives", "steps"),
     [
         ("bert", "positive", 2, STEPS),
-        ("bert", "query", 0, 3),
-        ("bert", "teacher", 0, 3),
+        pytest.param("bert", "query", 0, 3, marks=pytest.mark.slow),
+        pytest.param("bert", "teacher", 0, 3, marks=pytest.mark.slow),
         ("glm", "positive", 2, 3),
-        ("qwen2", "positive", 2, 3),
+        pytest.param("qwen2", "positive", 2, 3, marks=pytest.mark.slow),
     ],
 )
 def test_steps_equal_sentence_transformers(
@@ -199,6 +199,7 @@ def test_steps_equal_sentence_transformers(
     assert np.abs(vectors - expected).max() < 1e-4 * np.abs(expected).max()
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_as_if_it_had_not(corpus, pairs, tmp_path):
     """On the ranks that it had bit for bit; on others, which add in another order, nearly."""
     _, prefixes = pairs

@@ -18,6 +18,7 @@ from support.distributed import run_ranks
 from support.hf.published import write_random
 from support.hf.published_files import write_released
 from support.project import ROOT, small_run
+from support.selection import slow_but
 from support.systems.embeddings import encoded
 from support.training.training import fit, records
 from transformers import AutoTokenizer
@@ -278,19 +279,24 @@ def one_process(system: str) -> list[tuple[float, float]]:
     return run_ranks(train, 1, Layout(system=system))[0]
 
 
+USUAL = [
+    Layout(data=2, size=2, zero=2),
+    Layout(pipeline=2, tensor=2, size=4, sequence=True),
+    Layout(data=2, size=4, zero=3, system="bart"),
+]
+FURTHER = [
+    Layout(size=2),
+    Layout(tensor=2, size=4),
+    Layout(tensor=2, data=2, size=4, sequence=True),
+    Layout(pipeline=2, data=2, size=2),
+    Layout(tensor=2, size=4, system="bart"),
+    Layout(pipeline=2, size=4, system="bart"),
+]
+
+
 @pytest.mark.parametrize(
     "layout",
-    [
-        Layout(size=2),
-        Layout(data=2, size=2, zero=2),
-        Layout(tensor=2, size=4),
-        Layout(tensor=2, data=2, size=4, sequence=True),
-        Layout(data=2, size=4, zero=3, system="bart"),
-        Layout(pipeline=2, data=2, size=2),
-        Layout(pipeline=2, tensor=2, size=4, sequence=True),
-        Layout(tensor=2, size=4, system="bart"),
-        Layout(pipeline=2, size=4, system="bart"),
-    ],
+    slow_but(USUAL, USUAL + FURTHER),
     ids=lambda layout: "-".join(f"{k}{v}" for k, v in layout._asdict().items()),
 )
 def test_layouts_equal_one_process(layout):
@@ -320,6 +326,7 @@ def slots(rng) -> str:
     return " ".join(f"word{8 * slot + rng.integers(8)}" for slot in range(3))
 
 
+@pytest.mark.slow
 def test_the_vector_carries_the_content(corpus, tmp_path):
     """The loss falls below the least of any decoder whose vector is the same for all texts."""
     rng = np.random.default_rng(0)

@@ -1,7 +1,9 @@
 """Profiles of small cases, traced once for the tests of estimates: few always, the others in slow tests."""
 
+import functools
+
 import pytest
-from support.step_profiles import FEW, LAYOUTS, MORE, traced_profiles
+from support.step_profiles import FEW, traced_profiles
 
 
 @pytest.fixture(scope="session")
@@ -10,22 +12,12 @@ def profiles():
 
 
 @pytest.fixture(scope="session")
-def more_profiles():
-    return traced_profiles(list(MORE))
-
-
-@pytest.fixture(scope="session")
-def layout_profiles():
-    return traced_profiles(list(LAYOUTS))
-
-
-@pytest.fixture(scope="session")
 def profile_of(request):
-    """name -> Profile; traces only what a chosen test asks for."""
+    """name -> Profile; beside the few, traces only what a chosen test asks for."""
 
+    @functools.cache
     def of(name):
-        fixtures = {"profiles": FEW, "more_profiles": MORE, "layout_profiles": LAYOUTS}
-        (fixture,) = (fixture for fixture, cases in fixtures.items() if name in cases)
-        return request.getfixturevalue(fixture)[name]
+        found = request.getfixturevalue("profiles") if name in FEW else traced_profiles([name])
+        return found[name]
 
     return of

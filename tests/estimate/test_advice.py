@@ -31,7 +31,7 @@ from megatron_lite.estimate.gpus import GPUS, gpu_named
 from megatron_lite.estimate.step_estimate import RESERVED_GIB, estimate
 
 TEN_B = ROOT / "configs/glm-10b.yaml"
-DRAWS = 50
+DRAWS = 16
 
 
 def test_possible_layouts_divide_processes_heads_and_batch():
@@ -169,7 +169,7 @@ def test_advice_fits_and_is_never_slower_than_what_was_given():
         applied = layout.applied(config)
         assert estimate(applied, processes, gpu, rows) == found
         assert "it fits" in dry_run_report(applied, processes, gpu, found)
-    assert min(outcomes.count(kind) for kind in ("none", "given", "other")) > 5, outcomes
+    assert min(outcomes.count(kind) for kind in ("none", "given", "other")) > 1, outcomes
 
 
 def test_the_dry_run_shows_a_layout_and_advises_one():

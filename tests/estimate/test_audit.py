@@ -30,9 +30,10 @@ ENTER = {"add_norm", "mm", "add_norm_backward", "_foreach_copy_"}
 MODERN = ("model.block_positions=halves", "model.rms_norm=true", "model.ffn=gated", "model.biases=none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
-    [(), pytest.param(("model.positions=rotary", *MODERN), marks=pytest.mark.slow)],
+    [(), ("model.positions=rotary", *MODERN)],
     ids=["glm", "modern"],
 )
 def test_launches_of_blocks_match_every_batch_of_a_shape(settings):

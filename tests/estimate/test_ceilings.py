@@ -7,7 +7,7 @@ gradients; waits, copies, copies that wait and unaligned matmuls of a micro-batc
 from __future__ import annotations
 
 import pytest
-from support.step_profiles import FEW, TASKS
+from support.step_profiles import TASKS
 
 COLUMNS = (
     "attention",
@@ -73,18 +73,14 @@ def grown(profile, ceilings):
     return lines
 
 
-def few_or_slow(names):
-    """Cases of which those outside of the few are slow."""
-    return [pytest.param(name, marks=[] if name in FEW else pytest.mark.slow) for name in names]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CEILINGS)
 def test_no_count_grows(profile_of, name):
     assert grown(profile_of(name), CEILINGS[name]) == []
 
 
-@pytest.mark.parametrize("name", few_or_slow(["label smoothing", *(f"task, {head}" for head in TASKS)]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["label smoothing", *(f"task, {head}" for head in TASKS)])
 def test_losses_of_tasks_wait_for_nothing(profile_of, name):
     """As in pretraining: one asynchronous copy for each micro-batch, and one wait for each step."""
     profile = profile_of(name)
@@ -95,7 +91,8 @@ def test_losses_of_tasks_wait_for_nothing(profile_of, name):
         assert profile.expected.launches_per_layer_forward == forward
 
 
-@pytest.mark.parametrize("name", few_or_slow(["bert, an item()", "bert, an attention call"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bert, an item()", "bert, an attention call"])
 def test_the_ceiling_finds_what_is_planted(profile_of, name):
     lines = grown(profile_of(name), CEILINGS["bert"])
     column = {"bert, an item()": "waits", "bert, an attention call": "attention"}[name]

@@ -54,7 +54,7 @@ def assert_near(name, traced):
     assert found.rank_parameters == traced.details.rank_parameters or "ZeRO 3" in name
 
 
-@pytest.mark.parametrize("name", ["data parallel", "tensor parallel", "pipeline", "bert"])
+@pytest.mark.parametrize("name", ["data parallel", "tensor parallel", "pipeline"])
 def test_estimates_are_near_the_trace(profile_of, name):
     assert_near(name, profile_of(name))
 
@@ -64,6 +64,7 @@ def test_estimates_are_near_the_trace(profile_of, name):
     "name",
     [
         *LAYOUTS,
+        "bert",
         "sequence parallel",
         "t5",
         "unilmv2",

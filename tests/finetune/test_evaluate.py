@@ -90,7 +90,7 @@ def test_an_export_has_the_same_answers(run, tmp_path):
     assert ours.predictions == theirs.predictions and ours.metrics == theirs.metrics
 
 
-@pytest.mark.parametrize("kind", ["classification", "regression"])
+@pytest.mark.parametrize("kind", ["classification", pytest.param("regression", marks=pytest.mark.slow)])
 def test_a_head_is_exported_for_transformers_and_comes_back(tmp_path, kind):
     files = write_task(tmp_path / "task", train=32, kind=kind)
     if kind == "regression":

@@ -92,7 +92,7 @@ def plain_torch(task, steps):
     return losses, {name: weight.detach() for name, weight in model.named_parameters()}
 
 
-@pytest.mark.parametrize("policy", ["all", "siatl"])
+@pytest.mark.parametrize("policy", ["all", pytest.param("siatl", marks=pytest.mark.slow)])
 def test_loss_and_gradient_equal_plain_torch(tmp_path, policy):
     """fp32: the order of sums differs, which Adam's first steps turn into up to 1e-5 of a rate of 3e-3."""
     files = unequal_task(tmp_path / "task")

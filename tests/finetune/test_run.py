@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.commands import assert_refused, forked
 from support.distributed import run_ranks
+from support.selection import slow_but
 from support.tasks.tasks import task_of, votes, write_lines, write_task
 from support.training.whole_weights import load_weights
 
@@ -63,7 +64,10 @@ def last_weights(directory: Path):
     return load_weights(read_checkpoint(list_checkpoints(directory)[-1]))
 
 
-@pytest.mark.parametrize("kind", ["classification", "cloze", "classification by a model of text pairs"])
+KINDS = ["classification", "cloze", "classification by a model of text pairs"]
+
+
+@pytest.mark.parametrize("kind", slow_but(KINDS[:2], KINDS))
 def test_a_task_is_learnt_from_initial_weights(tmp_path, kind):
     files = write_task(tmp_path / "task", **(CLOZE if kind == "cloze" else {}))
     lengths = [f"contrastive.{side}_length=32" for side in ("query", "document")]
@@ -93,9 +97,9 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("layouts", [LAYOUTS[3:], pytest.param(LAYOUTS[:3], marks=pytest.mark.slow)])
 def test_layouts_and_a_resumed_run_equal_one_process(tmp_path, layouts):
-    """Three epochs of 64 samples with dropout. fp32: only the order of sums differs."""
+    """Two epochs of 64 samples with dropout. fp32: only the order of sums differs."""
     files = write_task(tmp_path / "task", **CLOZE)
-    common = ["finetune.epochs=3", "model.output_dropout=0.1", "batch.micro_batch_size=4"]
+    common = ["finetune.epochs=2", "model.output_dropout=0.1", "batch.micro_batch_size=4"]
     learn(files, tmp_path / "one", *common)
     expected = last_weights(tmp_path / "one/seed_1234/checkpoints")
     for number, (world, parallel) in enumerate(layouts):
@@ -106,25 +110,19 @@ def test_layouts_and_a_resumed_run_equal_one_process(tmp_path, layouts):
             torch.testing.assert_close(
                 weight, expected[name], rtol=1e-4, atol=2e-5, msg=f"{parallel}: {name}"
             )
-    learn(
-        files,
-        tmp_path / "cut",
-        *common,
-        "training.steps=12",
-        "schedule.warmup_steps=1",
-        "training.eval_interval=4",
-    )
+    cut = [*common, "training.steps=6", "schedule.warmup_steps=1", "training.eval_interval=2"]
+    learn(files, tmp_path / "cut", *cut)
     whole = last_weights(tmp_path / "cut/seed_1234/checkpoints")
-    again = [*common, "training.steps=12", "schedule.warmup_steps=1", "training.eval_interval=4"]
-    stopped = learn(files, tmp_path / "resumed", *again, "training.stop_after_step=5")
+    stopped = learn(files, tmp_path / "resumed", *cut, "training.stop_after_step=3")
     assert stopped is ExitStatus.FINISHED
     assert not (tmp_path / "resumed/results.json").exists()
-    learn(files, tmp_path / "resumed", *again)
+    learn(files, tmp_path / "resumed", *cut)
     assert scores(tmp_path / "resumed") == scores(tmp_path / "cut")
     for name, weight in last_weights(tmp_path / "resumed/seed_1234/checkpoints").items():
         assert torch.equal(weight, whole[name]), name
 
 
+@pytest.mark.slow
 def test_ranks_that_split_experts_equal_one_process(tmp_path):
     """Also where one has no sample to train on or to evaluate any more."""
     files = write_task(tmp_path / "task", train=61, **CLOZE)

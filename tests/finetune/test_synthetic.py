@@ -101,9 +101,8 @@ LONG = {
 FURTHER = ("votes as classes", "choices", *LONG)
 
 
-@pytest.mark.parametrize(
-    "case", ["word of a key", *(pytest.param(case, marks=pytest.mark.slow) for case in ("tags", *FURTHER))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["word of a key", "tags", *FURTHER])
 def test_a_kind_reaches_the_optimum(tmp_path, case):
     name, settings, task, metric = (CASES | LONG)[case]
     given = "".join(f",{key}={value}" for key, value in settings.items())

@@ -143,6 +143,7 @@ MIXTURE = {  # of what reads plain text
 }
 
 
+@pytest.mark.slow
 def test_the_mixture_of_every_objective_is_one_that_trains(settings):
     file = Path(settings["run"]["directory"]).parent / "mixture.yaml"
     file.write_text(yaml.safe_dump(merge(settings, MIXTURE)))

@@ -39,9 +39,9 @@ from megatron_lite.inference.open_run import load_run
 LAYOUTS = [
     (1, layout()),
     (4, layout(tp=2, pp=2)),
-    (4, layout(tp=2, zero=3)),
 ]
 MORE_LAYOUTS = [
+    (4, layout(tp=2, zero=3)),
     (2, layout(pp=2)),
     (4, layout(tp=4, sp=True)),
     *((2, layout(zero=zero)) for zero in (1, 2, 3)),

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.commands import forked
 from support.hf.published_files import edit, write_directory
+from support.selection import slow_but
 
 from data_utils.common.errors import CheckpointError
 from megatron_lite.hf.common.weights import MAX_TENSORS
@@ -110,7 +111,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(set(CASES) - {"tensors"}, CASES))
 def test_what_no_model_needs_is_refused(directory, tmp_path, name):
     change, message = CASES[name]
     change(directory)

@@ -134,9 +134,7 @@ def each_layout():
         "modernbert": layout(pp=2), "deberta_v3": layout(2, 2), "glm4_moe": layout(2, pp=2, ep=2),
     }  # fmt: skip
     for case, parallel in few.items():
-        yield pytest.param(
-            case, parallel, marks=() if case in ("bert", "t5", "modernbert") else pytest.mark.slow
-        )
+        yield pytest.param(case, parallel, marks=() if case in ("bert", "modernbert") else pytest.mark.slow)
     for case in (*OBJECTIVE, "neobert", "deberta_v3, odd"):
         layouts = [layout(ep=2) if "moe" in case else layout(zero=3)]
         layouts += [layout(2)] * (case not in (*ODD, "olmoe"))

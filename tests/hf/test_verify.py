@@ -87,6 +87,7 @@ def test_one_published_model_is_in_memory(case, settings, tmp_path, peak):
     assert len(peak) >= 4 and size * 0.9 < max(peak) < size * 1.5
 
 
+@pytest.mark.slow
 def test_one_glm_is_in_memory(exports, run, tmp_path, peak):
     size = size_of(exports / "huggingface")
     import_directory(exports / "huggingface", tmp_path / "run", {})

@@ -83,6 +83,7 @@ def test_failures_are_named_and_the_rest_still_runs(day, tmp_path):
     assert "| test_wrong | failure |" in page and "test_wrong: `assert (1 + 1) == 3" in page
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_is_ended(day, monkeypatch):
     """With all that it started, also if it ignores a request."""
     monkeypatch.setattr(gpu_day, "GRACE_SECONDS", 1)

@@ -49,11 +49,9 @@ FEW = {
     "data parallel": (PAPER, 64, 1, (), None, 1),
     "tensor parallel": (PAPER, 2, 1, (TP,), None, 1),
     "pipeline": (PAPER, 2, 1, (PP,), None, 1),
-    "bert": (BERT, 64, 2, WHOLE, None, 1),
-    "task, choices": (PAPER, 64, 1, (TASK,), "choices", 1),
-    "bert, an item()": (BERT, 64, 1, (), "wait", 1),
 }
 MORE = {
+    "bert": (BERT, 64, 2, WHOLE, None, 1),
     "sequence parallel": (PAPER, 2, 1, SP, None, 1),
     "unilmv2": (UNILMV2, 64, 1, ("model.relative=none",), None, 1),
     "t5": (T5, 64, 1, ADAMW, None, 1),
@@ -81,7 +79,8 @@ MORE = {
     "qwen3 without norms of heads": (QWEN3, 8, 1, ("model.query_key_norm=false",), None, 1),
     "loss rows": (PAPER, 64, 1, ("training.loss_rows=512",), None, 1),
     "label smoothing": (PAPER, 64, 1, ("training.label_smoothing=0.1",), None, 1),
-    **{f"task, {head}": (PAPER, 64, 1, (TASK, *more), head, 1) for head, more in TASKS.items() if more},
+    **{f"task, {head}": (PAPER, 64, 1, (TASK, *more), head, 1) for head, more in TASKS.items()},
+    "bert, an item()": (BERT, 64, 1, (), "wait", 1),
     "bert, an attention call": (BERT, 64, 1, (), "attention", 1),
     "bert of 5 layers, extended": (BERT, 64, 2, (SHORT,), None, 2),
     "bert of 5 layers, all traced": (BERT, 64, 2, (SHORT,), None, 0),

@@ -69,7 +69,7 @@ def test_a_non_finite_gradient_on_one_rank_is_skipped_by_all(precision, zero_sta
     assert results == [[(False, True), (True, False), (False, True)]] * 2
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_all_stages_and_tensor_parallel_ranks_skip_together(precision):
     parallel = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
     settings = tree(training={"precision": precision}, parallel=parallel)

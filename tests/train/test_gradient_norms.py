@@ -35,7 +35,7 @@ def norms_of_a_step(context, case):
     "case",
     [
         Case(2, 2, 1, 1, True),
-        Case(1, 1, 2, 3),
+        pytest.param(Case(1, 1, 2, 3), marks=pytest.mark.slow),
         pytest.param(Case(2, 1, 2, 2, accumulation=4), marks=pytest.mark.slow),
         pytest.param(Case(1, 2, 2), marks=pytest.mark.slow),
     ],

@@ -69,7 +69,8 @@ def running(settings, directory):
                 os.killpg(launcher.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("ask", [pytest.param("SIGTERM to the launcher", marks=pytest.mark.slow), "Ctrl-C"])
+@pytest.mark.slow
+@pytest.mark.parametrize("ask", ["SIGTERM to the launcher", "Ctrl-C"])
 def test_a_launcher_that_is_ended_does_not_leave_its_ranks_behind(settings, tmp_path, ask):
     run = tmp_path / "run"
     with running(settings, tmp_path) as (launcher, config):
@@ -91,6 +92,7 @@ def test_a_launcher_that_is_ended_does_not_leave_its_ranks_behind(settings, tmp_
     assert not (run / "LEASE").exists()
 
 
+@pytest.mark.slow
 def test_a_launcher_that_is_ended_at_the_start_trains_nothing(settings, tmp_path):
     with running(settings, tmp_path) as (launcher, config):
         wait_until((tmp_path / "run/LEASE").exists, what="rank 0 has begun")

@@ -94,6 +94,7 @@ def test_a_run_does_not_depend_on_the_layout(settings, alone, tmp_path, ranks, p
     compare_weights(weights, alone["weights"])
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_equal_bit_for_bit(settings, tmp_path):
     (whole,) = run_ranks(fit, 1, run_of(settings, tmp_path / "whole"))
     stopped = run_of(settings, tmp_path / "stopped")

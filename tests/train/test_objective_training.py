@@ -49,6 +49,7 @@ def test_a_mixture_of_all_objectives_trains(settings, tmp_path):
     assert losses[8]["loss"] < losses[1]["loss"] - 0.05
 
 
+@pytest.mark.slow
 def test_an_encoder_and_a_decoder_learn_their_objectives(settings, tmp_path):
     """Validated and saved on the way, with dropout."""
     dropout = {name: 0.1 for name in ("embedding_dropout", "attention_dropout", "output_dropout")}

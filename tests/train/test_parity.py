@@ -155,7 +155,7 @@ def with_the_whole_norm_on_each_rank(context, case, record):
     "fault, case, kind",
     [
         (without("mark_replicated"), Case(2, 1, 1, 2, True), "gradients"),
-        (without("replicated"), Case(2, 1, 1, 3, True), "gradients"),
+        pytest.param(without("replicated"), Case(2, 1, 1, 3, True), "gradients", marks=pytest.mark.slow),
         (with_a_factor, Case(1, 1, 2), "gradients"),
         (with_the_whole_norm_on_each_rank, Case(2, 1, 1), "norm"),
     ],
@@ -206,7 +206,11 @@ def stages_of_zero(context, case):
 
 @pytest.mark.parametrize(
     "cpu, precision",
-    [("no half precision", "bf16"), ("AVX512-BF16", "bf16"), ("AMX with fp16", "fp16")],
+    [
+        ("no half precision", "bf16"),
+        pytest.param("AVX512-BF16", "bf16", marks=pytest.mark.slow),
+        pytest.param("AMX with fp16", "fp16", marks=pytest.mark.slow),
+    ],
     indirect=["cpu"],
 )
 def test_stages_of_zero_agree_in_half_precision(cpu, precision):
@@ -225,10 +229,11 @@ def recomputed_both_ways(context, case):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(Case(2, 1, 1, 2, True, dropout=0.1, attention_dropout=0.1), marks=pytest.mark.slow),
+        Case(2, 1, 1, 2, True, dropout=0.1, attention_dropout=0.1),
         Case(2, 2, 1, 1, dropout=0.1, attention_dropout=0.1),
     ],
     ids=str,

@@ -106,7 +106,7 @@ def test_each_step_reads_the_samples_of_its_phase(phased):
     ("ranks", "parallel"),
     [
         pytest.param(2, {"zero_stage": 2}, marks=pytest.mark.slow),
-        (2, {"zero_stage": 3}),
+        pytest.param(2, {"zero_stage": 3}, marks=pytest.mark.slow),
         (2, {"pipeline_parallel_size": 2}),
     ],
 )
@@ -126,7 +126,8 @@ def test_batches_change_in_every_layout(phased, tmp_path, ranks, parallel):
     assert found[5] == pytest.approx(expected[5], rel=1e-4)
 
 
-@pytest.mark.parametrize("region", [pytest.param(0, marks=pytest.mark.slow), 128])
+@pytest.mark.slow
+@pytest.mark.parametrize("region", [0, 128])
 def test_the_length_changes_and_a_run_resumes_bit_for_bit(settings, tmp_path, region):
     lengths = [{"steps": 2, "sequence_length": 32}, {"steps": 2}, {"sequence_length": 40}]
     settings = merge(settings, {"phases": lengths, "data": {"region": region}})

@@ -151,7 +151,7 @@ def test_a_branch_with_another_seed_that_is_accepted_says_so(corpus, trained, tm
     assert any("training.seed: 7 -> 8" in event for event in events_of(tmp_path))
 
 
-@pytest.mark.parametrize("is_branch", [False, True])
+@pytest.mark.parametrize("is_branch", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_cosine_run_that_is_made_longer_says_both_rates(corpus, tmp_path, is_branch):
     first, second = tmp_path / "a", tmp_path / ("b" if is_branch else "a")
     short = merge(small_run(corpus, first), {"schedule": {"kind": "cosine", "min_lr_ratio": 0.1}})

@@ -381,6 +381,7 @@ def test_what_a_run_cannot_begin_with_is_refused(settings, finished, place, chan
         run_ranks(start, 2, tree)
 
 
+@pytest.mark.slow
 def test_a_run_goes_back_to_an_older_checkpoint_and_records_it_once(settings, tmp_path):
     """A rewind is in the events of all later checkpoints, wherever the run was interrupted meanwhile."""
     settings = merge(settings, {"checkpoint": {"save_interval": 1, "keep_last": 0}})

@@ -166,7 +166,7 @@ import ctypes, os, threading, time
 from pathlib import Path
 from megatron_lite.runtime import watchdog
 from megatron_lite.runtime.watchdog import Section, Watchdog
-watchdog.BACKSTOP_SECONDS, watchdog.EXIT_SECONDS = {backstop}, 1.0
+watchdog.BACKSTOP_SECONDS, watchdog.EXIT_SECONDS, watchdog.COMPARE_SECONDS = {backstop}, 1.0, 0.3
 dog = Watchdog({{"setup": {limit}, "step": {limit}}}, Path({str(directory)!r}), 0, 1, 0.5)
 dog.joined()
 """
@@ -204,13 +204,16 @@ read_tokens()
 
 def test_native_code_that_keeps_the_interpreters_lock_is_ended_too(tmp_path):
     done = start(
-        tmp_path, "dog.enter(Section.STEP); time.sleep(0.7); ctypes.PyDLL(None).sleep(60)", 4.0, backstop=1.0
+        tmp_path, "dog.enter(Section.STEP); time.sleep(0.7); ctypes.PyDLL(None).sleep(60)", 2.0, backstop=1.0
     )
     assert done.returncode == ExitStatus.CRASHED
     assert "Timeout (0:00:0" in done.stderr and 'File "<string>"' in done.stderr
 
 
-@pytest.mark.parametrize("done, status", [("", ExitStatus.CRASHED), ("dog.done(75)", ExitStatus.STOPPED)])
+@pytest.mark.parametrize(
+    "done, status",
+    [pytest.param("", ExitStatus.CRASHED, marks=pytest.mark.slow), ("dog.done(75)", ExitStatus.STOPPED)],
+)
 def test_an_interpreter_that_does_not_end_is_ended_with_the_status_of_the_work(tmp_path, done, status):
     program = f"{done}\ndog.enter(Section.EXIT)\nthreading.Thread(target=time.sleep, args=(60,)).start()"
     ended = start(tmp_path, program)
@@ -220,9 +223,9 @@ def test_an_interpreter_that_does_not_end_is_ended_with_the_status_of_the_work(t
 
 def test_sections_that_keep_within_their_limits_are_left_alone(tmp_path):
     (tmp_path / "config.yaml").touch()  # the run has begun
-    # 3.6 s in steps of 0.6 s, under a limit of 3 s: it starts again with each section
-    program = "for step in range(6): dog.enter(Section.STEP, 'a', step); time.sleep(0.6)"
-    done = start(tmp_path, program + "\ndog.enter(Section.EXIT)", limit=3.0)
+    # 2.4 s in steps of 0.4 s, under a limit of 2 s: it starts again with each section
+    program = "for step in range(6): dog.enter(Section.STEP, 'a', step); time.sleep(0.4)"
+    done = start(tmp_path, program + "\ndog.enter(Section.EXIT)", limit=2.0)
     assert (done.returncode, done.stderr) == (0, "")
     (beat,) = read_heartbeats(tmp_path / "heartbeats")
     assert beat.section == "exit" and beat.step == 5 and beat.passed == 7
@@ -264,12 +267,11 @@ def test_the_script_shows_those_behind_first_and_ignores_damaged_files(tmp_path)
     for item in (beat(0, 9), beat(1, 8, "reading data")):
         (directory / f"rank_{item.rank:05d}.json").write_text(json.dumps(item.__dict__))
     (directory / "rank_00002.json").write_text("{")
-    command = [sys.executable, "scripts/report.py", "--heartbeats"]
-    shown = subprocess.run([*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    shown = forked("scripts/report.py", "--heartbeats", str(tmp_path))
     assert shown.returncode == 0, shown.stderr
     first, second = shown.stdout.splitlines()[1:]
     assert first.split()[:2] == ["1", "7"] and first.endswith("reading data") and second.split()[0] == "0"
-    none = subprocess.run([*command, str(directory)], cwd=ROOT, capture_output=True, text=True)
+    none = forked("scripts/report.py", "--heartbeats", str(directory))
     assert none.returncode == 2 and none.stderr.count("\n") == 1 and "holds no run" in none.stderr
 
 

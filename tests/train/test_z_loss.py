@@ -76,7 +76,7 @@ def expected():
         WithZLoss(accumulation=2),
         pytest.param(WithZLoss(tensor=2), marks=pytest.mark.slow),
         pytest.param(WithZLoss(pipeline=2, accumulation=2), marks=pytest.mark.slow),
-        WithZLoss(data=2, zero_stage=2),
+        pytest.param(WithZLoss(data=2, zero_stage=2), marks=pytest.mark.slow),
         WithZLoss(tensor=2, pipeline=2, sequence_parallel=True),
     ],
     ids=str,

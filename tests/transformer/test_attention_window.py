@@ -196,7 +196,7 @@ def test_lists_of_a_long_document_leave_out_what_is_far():
     assert listed == needed < 100 * 100 / 5
 
 
-@pytest.mark.parametrize("name", ["blank_infilling", "xlnet"])
+@pytest.mark.parametrize("name", ["blank_infilling", pytest.param("xlnet", marks=pytest.mark.slow)])
 def test_kernels_of_local_layers_equal_softmax_over_the_rule(name, monkeypatch):
     """In Triton's interpreter, on small blocks; fp32 sums in another order: 2e-6 of the largest element."""
     for module in (rule_attention, triton_attention, blocks):

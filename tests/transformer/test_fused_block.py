@@ -126,7 +126,7 @@ def counted(monkeypatch):
 
 # In the interpreter a body takes seconds: those that differ from others by one option are slow.
 SLOW = {"modern, one call", "norms of heads, two calls", "norms of heads and all biases", "shared keys"}
-SLOW |= {"one call", "unscaled scores", "local, first without norm"}
+SLOW |= {"one call", "unscaled scores", "local, first without norm", "norms of heads", "updates of LoRA"}
 
 
 @pytest.mark.parametrize(
@@ -156,6 +156,7 @@ def test_a_model_of_fused_blocks(emulated_kernel, counted, body):
         torch.testing.assert_close(found.double(), theirs, rtol=1e-4, atol=2e-6 * max(1.0, scale), msg=name)
 
 
+@pytest.mark.slow
 def test_padding_to_a_length_changes_nothing_of_fused_blocks(emulated_kernel, counted):
     """Loss and gradients, but for the rounding of sums over more tokens, which are zeros."""
     model, batch = model_of(dataclasses.replace(CONFIG, num_layers=1)), batch_of("blank_infilling")

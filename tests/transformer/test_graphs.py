@@ -160,7 +160,11 @@ def steps(monkeypatch):
 
 @pytest.mark.parametrize(
     ("objective", "positions"),
-    [("blank_infilling", "learned_blocks"), ("masked_lm", "learned_blocks"), ("blank_infilling", "rotary")],
+    [
+        ("blank_infilling", "learned_blocks"),
+        pytest.param("masked_lm", "learned_blocks", marks=pytest.mark.slow),
+        ("blank_infilling", "rotary"),
+    ],
 )
 def test_blocks_as_graphs_equal_blocks_without(steps, objective, positions):
     """To the last bit, though a graph repeats the numbers and the memory of the batch that it was captured with."""

@@ -311,11 +311,11 @@ LAYOUTS = [
     # world, layout, shared layers
     (2, {"tensor_parallel_size": 2}, "all"),
     (4, {"tensor_parallel_size": 2, "sequence_parallel": True, "pipeline_parallel_size": 2}, "none"),
-    (2, {"zero_stage": 2}, "all"),
     (2, {"zero_stage": 3}, "attention"),
-    (2, {"zero_stage": 2}, "ffn"),
 ]
 MORE_LAYOUTS = [
+    (2, {"zero_stage": 2}, "all"),
+    (2, {"zero_stage": 2}, "ffn"),
     (2, {"tensor_parallel_size": 2, "sequence_parallel": True}, "none"),
     (2, {"pipeline_parallel_size": 2}, "none"),
     (2, {"zero_stage": 3}, "all"),

@@ -25,6 +25,7 @@ def found():
     return kernels.bisect(torch.device("cpu"), *SIZES)
 
 
+@pytest.mark.slow
 def test_every_kernel_equals_torch():
     every = found()
     assert not [one for one in every if one.differs]

@@ -100,6 +100,7 @@ def test_words_equal_those_of_properties_of_unicode(language):
         assert words(text) == reference_words(text)
 
 
+@pytest.mark.slow
 def test_evaluation_texts_and_near_duplicates_are_found_in_any_script(tmp_path):
     """Of planted ones those that brute force finds, and no other; of near-duplicates as many as the formula says."""
     generator = random.Random(9)

@@ -24,7 +24,7 @@ SETTINGS = {
     "fields": ["url"],
     "filters": {"gopher_quality": {"min_doc_words": 10, "min_stop_words": None}},
     "exact_duplicates": True,
-    "near_duplicates": {},
+    "near_duplicates": {"num_buckets": 4},
 }
 
 

@@ -294,6 +294,7 @@ def test_other_commands_read_urls(tmp_path, files):
         assert written.read_bytes() == (tmp_path / "remote" / written.name).read_bytes()
 
 
+@pytest.mark.slow
 def test_workers_share_many_small_objects():
     """By bytes alone one of them would ask for all, one after another."""
     with serving({f"/{i}.jsonl": b"{}\n" for i in range(200)}) as server:

@@ -569,8 +569,6 @@ FEW = [  # of each list above, in the default run
     MODERN_GLM[1],  # with rotary positions in halves
     MUP[0],
     PARTS[3],
-    PARTS[9],
-    PARTS[-3],
     SHARED_BY_STAGES[3],
     *LORA[:2],
     EXPERTS[0],
