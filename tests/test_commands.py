@@ -39,7 +39,7 @@ from data_utils.tokenizers.special_tokens import SPECIAL_NAMES
 from megatron_lite.config.tree import load_config
 from megatron_lite.runtime.heartbeats import Heartbeat, heartbeat_directory
 
-COMMAND = re.compile(r"(python|deepspeed|bash|make|pip|wandb|mpirun|srun|sbatch|diff|docker) ")
+COMMAND = re.compile(r"(for|python|deepspeed|bash|make|pip|wandb|mpirun|srun|sbatch|diff|docker) ")
 HERE, SLOW, WHOLE = "here", "slow", "the test of whole paths below"
 
 
@@ -55,19 +55,10 @@ class Row:
 TABLE = [
     Row("", WHOLE, "tutorial.md"),
     Row("", WHOLE, "classifier.md"),
+    Row("bash scripts/laptop.sh", "tests/scripts/test_laptop.py: its stages, as slow, with --smoke"),
+    Row("pip install", "requirements-dev.txt has these packages"),
+    Row("", WHOLE, "embeddings.md"),
     Row("python scripts/embed.py", "tests/embedding/test_embed_command.py: needs a run of an encoder"),
-    Row(
-        "python scripts/convert_checkpoint.py import --input all-MiniLM",
-        "tests/embedding/test_sentence_transformers.py: needs released weights",
-    ),
-    Row(
-        "python scripts/convert_checkpoint.py export --checkpoint runs/minilm",
-        "tests/embedding/test_sentence_transformers.py: needs released weights",
-    ),
-    Row(
-        "python scripts/evaluate.py --checkpoint runs/minilm",
-        "tests/embedding/test_scores.py: needs files of benchmarks",
-    ),
     Row("python scripts/train_tokenizer.py", HERE),
     Row(
         "python scripts/preprocess_data.py --input 's3:", "tests/data/storage/test_buckets.py: needs a bucket"
@@ -162,13 +153,11 @@ TABLE = [
     Row("srun", "tests/data/build, with --mpi: needs SLURM"),
     Row("bash scripts/launch_node.sh", "tests/train/test_slurm.py: starts a whole node"),
     Row("bash scripts/quickstart.sh", ".ci/run, with --smoke"),
-    Row("bash scripts/laptop.sh", "tests/scripts/test_laptop.py: its stages, as slow, with --smoke"),
     Row("bash scripts/test.sh", ".ci/run"),
     Row("bash .ci/run", "it is what runs this"),
     Row("make", ".ci/run has its commands"),
     Row("docker", "tests/outside/test_installation.py reads the Dockerfile: needs Docker"),
     Row("pip download", "tests/test_laptop_benchmarks.py: makes files as in these packages"),
-    Row("pip install", "requirements-dev.txt has these packages"),
     Row("wandb login", "asks for an account"),
 ]
 # What is written, and what runs instead of it.
@@ -208,9 +197,14 @@ def commands(page: Path) -> list[str]:
     text = page.read_text(encoding="utf-8")
     for language, block in re.findall(r"^ *```(\w*)\n(.*?)^ *```", text, re.S | re.M):
         if language in ("bash", "sh", ""):
-            lines = re.sub(r"\\\n\s*", " ", block).splitlines()
+            lines = whole_lines(block)
             found += [re.sub(r"^(\w+=\S+\s+)+", "", line.partition("  #")[0].strip()) for line in lines]
     return [line for line in found if COMMAND.match(line)]
+
+
+def whole_lines(block: str) -> list[str]:
+    """The lines of a block; continued ones are one, and so is a loop."""
+    return re.findall(r"^for (?s:.*?)^done$|^.+$", re.sub(r"\\\n\s*", " ", block), re.M)
 
 
 def row_of(page: Path, line: str) -> Row:
@@ -558,17 +552,8 @@ def test_slow_commands_run_as_they_are_written(page, scratch, corpus):
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
-    """(language, text) of what a reader runs, continued lines joined."""
-    found = re.findall(r"^```(bash|python)\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
-    return [(language, re.sub(r"\\\n\s*", " ", text)) for language, text in found]
-
-
-def run_block(language: str, text: str, place: Path) -> None:
-    for line in [text] if language == "python" else text.splitlines():
-        if language == "python":
-            run(["python", "-c", line], place)
-        elif line:
-            run_line(line, place)
+    """(language, text) of what a reader runs."""
+    return re.findall(r"^```(bash|python)\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
 
 
 def with_labelled_reviews(scratch: Path) -> None:
@@ -604,8 +589,14 @@ def with_raw_text_alone(scratch: Path) -> None:
 )
 def test_whole_paths_run_as_they_are_written(page, prepare, results, scratch):
     prepare(scratch)
-    for language, text in blocks(ROOT / f"docs/{page}.md"):
-        run_block(language, text, scratch)
+    path = ROOT / f"docs/{page}.md"
+    for language, text in blocks(path):
+        if language == "bash":
+            for line in whole_lines(text):
+                if row_of(path, line).where == WHOLE:
+                    run_line(line, scratch)
+        elif "import mteb" not in text:  # no requirement of the project
+            run(["python", "-c", text], scratch)
     assert [result for result in results if not (scratch / result).exists()] == []
 
 
@@ -637,9 +628,9 @@ def test_the_readme_runs_in_an_empty_directory(stock, tmp_path):
         run(["git", *git.split()], project)
     for language, text in blocks(page):
         if language == "python":
-            run_block(language, text, place)
+            run(["python", "-c", text], place)
             continue
-        for line in text.splitlines():
+        for line in whole_lines(text):
             if line.startswith("git clone"):
                 run_line(line.replace("REPOSITORY ", f"{project} ", 1), place)
             elif line.startswith("cd "):
