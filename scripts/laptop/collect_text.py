@@ -285,7 +285,12 @@ def fetch_descriptions(downloads: Path, target: Path) -> None:
     state = (downloads / "apt").resolve()
     for directory in (state / "lists/partial", state / "archives/partial"):
         directory.mkdir(parents=True, exist_ok=True)
-    options = (f"Dir::State={state}", f"Dir::Cache={state}", "Acquire::Languages=en", "Acquire::GzipIndexes=false")
+    options = (
+        f"Dir::State={state}",
+        f"Dir::Cache={state}",
+        "Acquire::Languages=en",
+        "Acquire::GzipIndexes=false",
+    )
     with contextlib.suppress(subprocess.CalledProcessError):  # some source of the machine's is out of reach
         _run(["apt-get", *(word for option in options for word in ("-o", option)), "update"], downloads)
     found = sorted((state / "lists").glob("*_main_i18n_Translation-en"))
