@@ -54,11 +54,10 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])(?<!Mr\.)(?<!Mrs\.)(?<!Dr\.)(?<!St\.) (?=
 _SENSE = re.compile(r" (?:(?:n|v|adj|adv) )?\d+: ")
 _CHAPTER = re.compile(rb'<chapter n="\d+" osisID="([^"]+)"')
 _HEADING = re.compile(
-    r"<h([1-6])\b[^>]*>(.*?)</h\1>(?:\s|<(?!/?p\b)[^>]*>)*<p\b[^>]*>(.*?)</p>", re.IGNORECASE | re.DOTALL
+    r"<h([1-6])\b[^>]*>((?:(?!</?h\d).)*)</h\1>(?:\s|<(?!/?p\b)[^>]*>)*<p\b[^>]*>(.*?)</p>",
+    re.IGNORECASE | re.DOTALL,
 )
-_NUMBER = re.compile(
-    r"^(?:Chapter |Appendix )?(?:[\dA-Z]{1,3}\.)+\d* |^\d+ - |\W+$"
-)  # and the mark of a link
+_NUMBER = re.compile("^(?:Chapter |Appendix )?(?:[\\dA-Z]{1,3}\\.)+\\d* |^\\d+ - |[\N{PILCROW SIGN}#]$")
 
 Pair = tuple[str, str]
 
