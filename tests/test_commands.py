@@ -26,20 +26,23 @@ import pytest
 import yaml
 import zstandard
 from pyarrow import parquet
+from support.data.laptop_packages import write_packages
 from support.data.tokenizer_files import byte_bpe_json
 from support.distributed import run_ranks
 from support.hf.published_files import write_released
 from support.plants.plants import PLANTS
 from support.project import PAGES, ROOT, copied_project, small_run
 from support.selection import slow_but
+from support.systems.embeddings import released_directory
 from support.training.report_runs import fit_and_fill, interrupted
+from transformers import AutoTokenizer
 
 from data_utils.common.settings import merge
 from data_utils.tokenizers.special_tokens import SPECIAL_NAMES
 from megatron_lite.config.tree import load_config
 from megatron_lite.runtime.heartbeats import Heartbeat, heartbeat_directory
 
-COMMAND = re.compile(r"(for|python|deepspeed|bash|make|pip|wandb|mpirun|srun|sbatch|diff|docker) ")
+COMMAND = re.compile(r"for .* do\n|(?:python|deepspeed|bash|make|pip|wandb|mpirun|srun|sbatch|diff|docker) ")
 HERE, SLOW, WHOLE = "here", "slow", "the test of whole paths below"
 
 
@@ -187,6 +190,8 @@ SMALLER = {
     "--labels-per-class 1 10 100": "--labels-per-class 1 4",
     "--count 20 ": "--count 2 ",
     "--points 11": "--points 3",
+    "--dimensions 256": "--dimensions 32",
+    "--vocab-size 32128": "--vocab-size 240",
 }
 DIFFERENT = {"diff": 1}  # exit status of a command that does what it should
 
@@ -565,6 +570,58 @@ def with_labelled_reviews(scratch: Path) -> None:
     (scratch / "reviews.yaml").write_text(re.search(r"```yaml\n(.*?)```", page, re.S)[1])
 
 
+def write_lines(file: Path, records: list[dict]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def with_laptop(scratch: Path) -> None:
+    """What scripts/laptop.sh leaves, from packages of made texts, and what readers of embeddings.md have besides."""
+    with_texts(scratch)
+    write_packages(scratch / "laptop/packages")
+    shutil.copytree(scratch / "quickstart/tokenizer", scratch / "laptop/tokenizer")
+    tokenizer = ["--tokenizer-kind", "hf_json", "--tokenizer-path", "laptop/tokenizer/tokenizer.json"]
+    text = ["--input", "raw/words.jsonl", "--output"]
+    run(
+        [sys.executable, "scripts/preprocess_data.py", *text, "laptop/data/corpus_train", *tokenizer], scratch
+    )
+    parts = [{"kind": "linear", "steps": 2, "start": 0, "end": 1}, {"kind": "linear", "steps": 1, "end": 0}]
+    batch = {"micro_batch_size": 2, "global_batch_size": 4}
+    short = {"batch": batch, "training": {"steps": 3, "precision": "fp32"}, "schedule": {"parts": parts}}
+    model = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "ffn_size": 64}
+    data = {"validation": [], "sequence_length": 64}
+    change(scratch / "configs/laptop.yaml", merge(short, {"model": model, "data": data, "phases": []}))
+    change(scratch / "configs/laptop-vectors.yaml", short)
+    run([sys.executable, "pretrain_glm.py", "--config", "configs/laptop.yaml"], scratch)
+    released_directory(scratch / "all-MiniLM-L6-v2")
+    for case, name in (("t5", "t5-base"), ("modernbert", "ModernBERT-base")):
+        write_released(case, scratch / name)
+    AutoTokenizer.from_pretrained(scratch / "t5-base").save_pretrained(scratch / "t5-base")
+    size = json.loads((scratch / "ModernBERT-base/config.json").read_text())["vocab_size"]
+    tokenizer = ["--tokenizer-kind", "hf_json", "--tokenizer-path", "ModernBERT-base/tokenizer.json"]
+    tokenizer += ["--added-tokens", "none", "--vocab-size", str(size)]
+    run([sys.executable, "scripts/preprocess_data.py", *text, "data/web", *tokenizer], scratch)
+    longer = {"data": {"sequence_length": 64}, "phases": [{"steps": 2}, {"steps": 1}]}
+    change(scratch / "configs/phases/long-context.yaml", merge(short, longer))
+    with_measures(scratch)
+
+
+def with_measures(scratch: Path) -> None:
+    """Files of benchmarks and of texts."""
+    scored = "".join(f"{text}\t{SENTENCES[i // 2]}\t{i % 5}\n" for i, text in enumerate(SENTENCES))
+    (scratch / "sts2013-a.tsv").write_text(scored)
+    (scratch / "stsb-test.csv").write_text(scored.replace("\t", ","))
+    texts = [{"_id": f"d{i}", "text": text} for i, text in enumerate(SENTENCES)]
+    write_lines(scratch / "scifact/corpus.jsonl", texts)
+    write_lines(scratch / "scifact/queries.jsonl", [{"_id": "q", "text": SENTENCES[0]}])
+    (scratch / "scifact/qrels").mkdir()
+    (scratch / "scifact/qrels/test.tsv").write_text("q\td0\t1\n")
+    ranked = {"query": SENTENCES[0], "positive": SENTENCES[:1], "negative": SENTENCES[1:3]}
+    write_lines(scratch / "askubuntu.jsonl", [ranked])
+    for name in ("texts", "queries"):
+        write_lines(scratch / f"{name}.jsonl", [{"text": text} for text in SENTENCES])
+
+
 def with_raw_text_alone(scratch: Path) -> None:
     for name in ("data", "runs"):
         shutil.rmtree(scratch / name)
@@ -584,6 +641,11 @@ def with_raw_text_alone(scratch: Path) -> None:
             "classifier",
             with_labelled_reviews,
             ["runs/reviews/results.json", "reviews-hf/model.safetensors", "out"],
+        ),
+        (
+            "embeddings",
+            with_laptop,
+            ["vectors.png", "laptop/taught/checkpoints", "t5-vectors/modules.json", "minilm-hf/modules.json"],
         ),
     ],
 )
