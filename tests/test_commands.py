@@ -591,7 +591,7 @@ def with_laptop(scratch: Path) -> None:
     model = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "ffn_size": 64}
     data = {"validation": [], "sequence_length": 64}
     change(scratch / "configs/laptop.yaml", merge(short, {"model": model, "data": data, "phases": []}))
-    change(scratch / "configs/laptop-vectors.yaml", short)
+    change(scratch / "configs/phases/laptop-vectors.yaml", short)
     run([sys.executable, "pretrain_glm.py", "--config", "configs/laptop.yaml"], scratch)
     released_directory(scratch / "all-MiniLM-L6-v2")
     for case, name in (("t5", "t5-base"), ("modernbert", "ModernBERT-base")):
