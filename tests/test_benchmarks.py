@@ -155,6 +155,10 @@ MISTAKES = {
     "dataset": (["--directory", "absent"], "absent does not exist; give --directory an existing one"),
     "experts_step": (["--size", "8"], "--size is 8; it must be at least 64"),
     "kernels": (["--json", "x.json"], "--device is cuda, and torch sees no GPU; set --device cpu"),
+    "laptop_vectors": (
+        ["--run", "absent", "--sts", "absent", "--retrieval", "absent"],
+        "--run absent",
+    ),
     "long_context": (["--no-such"], "the following arguments are required: --work"),
     "loss_curves": (
         ["--output", "x.json", "--compare", "absent"],

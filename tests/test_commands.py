@@ -26,20 +26,23 @@ import pytest
 import yaml
 import zstandard
 from pyarrow import parquet
+from support.data.laptop_packages import write_packages
 from support.data.tokenizer_files import byte_bpe_json
 from support.distributed import run_ranks
 from support.hf.published_files import write_released
 from support.plants.plants import PLANTS
 from support.project import PAGES, ROOT, copied_project, small_run
 from support.selection import slow_but
+from support.systems.embeddings import released_directory
 from support.training.report_runs import fit_and_fill, interrupted
+from transformers import AutoTokenizer
 
 from data_utils.common.settings import merge
 from data_utils.tokenizers.special_tokens import SPECIAL_NAMES
 from megatron_lite.config.tree import load_config
 from megatron_lite.runtime.heartbeats import Heartbeat, heartbeat_directory
 
-COMMAND = re.compile(r"(python|deepspeed|bash|make|pip|wandb|mpirun|srun|sbatch|diff|docker) ")
+COMMAND = re.compile(r"for .* do\n|(?:python|deepspeed|bash|make|pip|wandb|mpirun|srun|sbatch|diff|docker) ")
 HERE, SLOW, WHOLE = "here", "slow", "the test of whole paths below"
 
 
@@ -55,19 +58,10 @@ class Row:
 TABLE = [
     Row("", WHOLE, "tutorial.md"),
     Row("", WHOLE, "classifier.md"),
+    Row("bash scripts/laptop.sh", "tests/scripts/test_laptop.py: its stages, as slow, with --smoke"),
+    Row("pip install", "requirements-dev.txt has these packages"),
+    Row("", WHOLE, "embeddings.md"),
     Row("python scripts/embed.py", "tests/embedding/test_embed_command.py: needs a run of an encoder"),
-    Row(
-        "python scripts/convert_checkpoint.py import --input all-MiniLM",
-        "tests/embedding/test_sentence_transformers.py: needs released weights",
-    ),
-    Row(
-        "python scripts/convert_checkpoint.py export --checkpoint runs/minilm",
-        "tests/embedding/test_sentence_transformers.py: needs released weights",
-    ),
-    Row(
-        "python scripts/evaluate.py --checkpoint runs/minilm",
-        "tests/embedding/test_scores.py: needs files of benchmarks",
-    ),
     Row("python scripts/train_tokenizer.py", HERE),
     Row(
         "python scripts/preprocess_data.py --input 's3:", "tests/data/storage/test_buckets.py: needs a bucket"
@@ -162,13 +156,11 @@ TABLE = [
     Row("srun", "tests/data/build, with --mpi: needs SLURM"),
     Row("bash scripts/launch_node.sh", "tests/train/test_slurm.py: starts a whole node"),
     Row("bash scripts/quickstart.sh", ".ci/run, with --smoke"),
-    Row("bash scripts/laptop.sh", "tests/scripts/test_laptop.py: its stages, as slow, with --smoke"),
     Row("bash scripts/test.sh", ".ci/run"),
     Row("bash .ci/run", "it is what runs this"),
     Row("make", ".ci/run has its commands"),
     Row("docker", "tests/outside/test_installation.py reads the Dockerfile: needs Docker"),
     Row("pip download", "tests/test_laptop_benchmarks.py: makes files as in these packages"),
-    Row("pip install", "requirements-dev.txt has these packages"),
     Row("wandb login", "asks for an account"),
 ]
 # What is written, and what runs instead of it.
@@ -198,6 +190,8 @@ SMALLER = {
     "--labels-per-class 1 10 100": "--labels-per-class 1 4",
     "--count 20 ": "--count 2 ",
     "--points 11": "--points 3",
+    "--dimensions 256": "--dimensions 32",
+    "--vocab-size 32128": "--vocab-size 240",
 }
 DIFFERENT = {"diff": 1}  # exit status of a command that does what it should
 
@@ -208,9 +202,14 @@ def commands(page: Path) -> list[str]:
     text = page.read_text(encoding="utf-8")
     for language, block in re.findall(r"^ *```(\w*)\n(.*?)^ *```", text, re.S | re.M):
         if language in ("bash", "sh", ""):
-            lines = re.sub(r"\\\n\s*", " ", block).splitlines()
+            lines = whole_lines(block)
             found += [re.sub(r"^(\w+=\S+\s+)+", "", line.partition("  #")[0].strip()) for line in lines]
     return [line for line in found if COMMAND.match(line)]
+
+
+def whole_lines(block: str) -> list[str]:
+    """The lines of a block; continued ones are one, and so is a loop."""
+    return re.findall(r"^for (?s:.*?)^done$|^.+$", re.sub(r"\\\n\s*", " ", block), re.M)
 
 
 def row_of(page: Path, line: str) -> Row:
@@ -558,17 +557,8 @@ def test_slow_commands_run_as_they_are_written(page, scratch, corpus):
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
-    """(language, text) of what a reader runs, continued lines joined."""
-    found = re.findall(r"^```(bash|python)\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
-    return [(language, re.sub(r"\\\n\s*", " ", text)) for language, text in found]
-
-
-def run_block(language: str, text: str, place: Path) -> None:
-    for line in [text] if language == "python" else text.splitlines():
-        if language == "python":
-            run(["python", "-c", line], place)
-        elif line:
-            run_line(line, place)
+    """(language, text) of what a reader runs."""
+    return re.findall(r"^```(bash|python)\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
 
 
 def with_labelled_reviews(scratch: Path) -> None:
@@ -578,6 +568,58 @@ def with_labelled_reviews(scratch: Path) -> None:
     shutil.copy(scratch / "data/own/train.jsonl", scratch / "data/own/new.jsonl")
     page = (ROOT / "docs/classifier.md").read_text(encoding="utf-8")
     (scratch / "reviews.yaml").write_text(re.search(r"```yaml\n(.*?)```", page, re.S)[1])
+
+
+def write_lines(file: Path, records: list[dict]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def with_laptop(scratch: Path) -> None:
+    """What scripts/laptop.sh leaves, from packages of made texts, and what readers of embeddings.md have besides."""
+    with_texts(scratch)
+    write_packages(scratch / "laptop/packages")
+    shutil.copytree(scratch / "quickstart/tokenizer", scratch / "laptop/tokenizer")
+    tokenizer = ["--tokenizer-kind", "hf_json", "--tokenizer-path", "laptop/tokenizer/tokenizer.json"]
+    text = ["--input", "raw/words.jsonl", "--output"]
+    run(
+        [sys.executable, "scripts/preprocess_data.py", *text, "laptop/data/corpus_train", *tokenizer], scratch
+    )
+    parts = [{"kind": "linear", "steps": 2, "start": 0, "end": 1}, {"kind": "linear", "steps": 1, "end": 0}]
+    batch = {"micro_batch_size": 2, "global_batch_size": 4}
+    short = {"batch": batch, "training": {"steps": 3, "precision": "fp32"}, "schedule": {"parts": parts}}
+    model = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "ffn_size": 64}
+    data = {"validation": [], "sequence_length": 64}
+    change(scratch / "configs/laptop.yaml", merge(short, {"model": model, "data": data, "phases": []}))
+    change(scratch / "configs/phases/laptop-vectors.yaml", short)
+    run([sys.executable, "pretrain_glm.py", "--config", "configs/laptop.yaml"], scratch)
+    released_directory(scratch / "all-MiniLM-L6-v2")
+    for case, name in (("t5", "t5-base"), ("modernbert", "ModernBERT-base")):
+        write_released(case, scratch / name)
+    AutoTokenizer.from_pretrained(scratch / "t5-base").save_pretrained(scratch / "t5-base")
+    size = json.loads((scratch / "ModernBERT-base/config.json").read_text())["vocab_size"]
+    tokenizer = ["--tokenizer-kind", "hf_json", "--tokenizer-path", "ModernBERT-base/tokenizer.json"]
+    tokenizer += ["--added-tokens", "none", "--vocab-size", str(size)]
+    run([sys.executable, "scripts/preprocess_data.py", *text, "data/web", *tokenizer], scratch)
+    longer = {"data": {"sequence_length": 64}, "phases": [{"steps": 2}, {"steps": 1}]}
+    change(scratch / "configs/phases/long-context.yaml", merge(short, longer))
+    with_measures(scratch)
+
+
+def with_measures(scratch: Path) -> None:
+    """Files of benchmarks and of texts."""
+    scored = "".join(f"{text}\t{SENTENCES[i // 2]}\t{i % 5}\n" for i, text in enumerate(SENTENCES))
+    (scratch / "sts2013-a.tsv").write_text(scored)
+    (scratch / "stsb-test.csv").write_text(scored.replace("\t", ","))
+    texts = [{"_id": f"d{i}", "text": text} for i, text in enumerate(SENTENCES)]
+    write_lines(scratch / "scifact/corpus.jsonl", texts)
+    write_lines(scratch / "scifact/queries.jsonl", [{"_id": "q", "text": SENTENCES[0]}])
+    (scratch / "scifact/qrels").mkdir()
+    (scratch / "scifact/qrels/test.tsv").write_text("q\td0\t1\n")
+    ranked = {"query": SENTENCES[0], "positive": SENTENCES[:1], "negative": SENTENCES[1:3]}
+    write_lines(scratch / "askubuntu.jsonl", [ranked])
+    for name in ("texts", "queries"):
+        write_lines(scratch / f"{name}.jsonl", [{"text": text} for text in SENTENCES])
 
 
 def with_raw_text_alone(scratch: Path) -> None:
@@ -600,12 +642,23 @@ def with_raw_text_alone(scratch: Path) -> None:
             with_labelled_reviews,
             ["runs/reviews/results.json", "reviews-hf/model.safetensors", "out"],
         ),
+        (
+            "embeddings",
+            with_laptop,
+            ["vectors.png", "laptop/taught/checkpoints", "t5-vectors/modules.json", "minilm-hf/modules.json"],
+        ),
     ],
 )
 def test_whole_paths_run_as_they_are_written(page, prepare, results, scratch):
     prepare(scratch)
-    for language, text in blocks(ROOT / f"docs/{page}.md"):
-        run_block(language, text, scratch)
+    path = ROOT / f"docs/{page}.md"
+    for language, text in blocks(path):
+        if language == "bash":
+            for line in whole_lines(text):
+                if row_of(path, line).where == WHOLE:
+                    run_line(line, scratch)
+        elif "import mteb" not in text:  # no requirement of the project
+            run(["python", "-c", text], scratch)
     assert [result for result in results if not (scratch / result).exists()] == []
 
 
@@ -637,9 +690,9 @@ def test_the_readme_runs_in_an_empty_directory(stock, tmp_path):
         run(["git", *git.split()], project)
     for language, text in blocks(page):
         if language == "python":
-            run_block(language, text, place)
+            run(["python", "-c", text], place)
             continue
-        for line in text.splitlines():
+        for line in whole_lines(text):
             if line.startswith("git clone"):
                 run_line(line.replace("REPOSITORY ", f"{project} ", 1), place)
             elif line.startswith("cd "):

