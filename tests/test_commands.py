@@ -291,7 +291,11 @@ def test_settings_of_a_documented_start_are_accepted(line):
     assert load_config([ROOT / file for file in files], overrides).training.steps > 0
 
 
-@pytest.mark.parametrize("line", dict.fromkeys(line for _, line in READ if SCRIPT.search(line)))
+# A command with a shell's variable stands in a loop, which runs as part of its page.
+SCRIPTS = dict.fromkeys(line for _, line in READ if SCRIPT.search(line) and "$" not in line)
+
+
+@pytest.mark.parametrize("line", SCRIPTS)
 def test_arguments_of_a_documented_script_are_accepted(line, monkeypatch, capsys):
     """Its own parser reads them, up to --help at their end, also where this file runs the command nowhere."""
     script, rest = SCRIPT.search(line).groups()
