@@ -136,6 +136,8 @@ def attend_written_out(
     Args: keep: bool [..., H, Q, K], the weights that dropout with probability p keeps; None = all.
     """
     dtype = q.dtype
+    if q.device.type == "cpu":  # autograd would keep scores, biases and weights in half precision
+        q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
     weights = (scores if bias is None else scores + bias).softmax(-1)
     # The factor on the output [Q, D] instead of on the weights [Q, K].
