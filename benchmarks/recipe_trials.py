@@ -4,9 +4,9 @@
     bash scripts/laptop.sh
     python benchmarks/recipe_trials.py recipe query-key-norm --laptop laptop --work laptop/trials --blimp blimp/data
 
-A trial is configs/laptop.yaml with 900 steps, its two phases and schedule in proportion, and what TRIALS says; --seeds
-are runs of their own. Each is scored on held-out sentences of the test split and, with --blimp, on minimal pairs, both
-written from left to right. The table has all that is below --work.
+A trial is configs/laptop.yaml with 900 steps, its two phases and schedule in proportion, and what TRIALS says; experts
+is configs/laptop-experts.yaml in the same way. --seeds are runs of their own. Each is scored on held-out sentences of the
+test split and, with --blimp, on minimal pairs, both written from left to right. The table has all that is below --work.
 
 For text-weights the corpus is split by its packages: 15 % of the tokens are documentation, 8 % religious, no
 dictionaries, the rest other prose. A document stays in its split, so no held-out sentence is trained on.
@@ -57,6 +57,7 @@ TRIALS = {
     ),  # a sixteenth of the samples, throughout
     "text-weights": (),
     "query-key-norm": ("model.query_key_norm=true",),
+    "experts": (),  # configs/laptop-experts.yaml, of as many FLOPs for a token
 }
 SHARES = {"documentation": 0.15, "religion": 0.08, "prose": 0.77}  # of the tokens; dictionaries have none
 
@@ -109,8 +110,12 @@ def command(options: argparse.Namespace, *given: str | Path) -> None:
         raise DataError(f"{given[0]} failed: {' '.join((done.stdout + done.stderr).split())[-800:]}")
 
 
+def config_of(trial: str) -> Path:
+    return ROOT / "configs/laptop-experts.yaml" if trial == "experts" else LAPTOP_CONFIG
+
+
 def settings(options: argparse.Namespace, trial: str, seed: int) -> list[str]:
-    """Of a trial, on top of configs/laptop.yaml."""
+    """Of a trial, on top of its file."""
     tokenizer, data = options.laptop / "tokenizer/tokenizer.json", options.laptop / "data/corpus"
     return [
         f"tokenizer.path={quoted(tokenizer)}", f"data.train=[{{prefix: {quoted(Path(f'{data}_train'))}}}]",
@@ -132,7 +137,7 @@ def run_trial(options: argparse.Namespace, trial: str, seed: int) -> None:
         "blimp": options.blimp is not None,
     }
     if not path.exists():
-        command(options, "pretrain_glm.py", "--config", LAPTOP_CONFIG, *given)
+        command(options, "pretrain_glm.py", "--config", config_of(trial), *given)
         write_json(path, {**knowledge(options, scorer_of_ours(path.parent / "run")), "of": of})
     if load_json(path, "scores")["of"] != of:
         raise ConfigError(f"{path} is of other settings; give another --work.")

@@ -389,7 +389,7 @@ def test_trials_are_the_recipe_at_a_sixth_but_for_what_they_name(trial_options, 
     )
     whole = load_config([same_hours.LAPTOP_CONFIG], [])
     configs = {
-        trial: load_config([same_hours.LAPTOP_CONFIG], recipe_trials.settings(trial_options, trial, 7))
+        trial: load_config([recipe_trials.config_of(trial)], recipe_trials.settings(trial_options, trial, 7))
         for trial in recipe_trials.TRIALS
     }
     parts, first = whole.schedule.parts, whole.phase_plan.first_steps[1]
@@ -405,6 +405,8 @@ def test_trials_are_the_recipe_at_a_sixth_but_for_what_they_name(trial_options, 
         (only,) = configs[name].phase_plan.configs
         assert only.data.sequence_length == 128 and only.objective_choices[0].section.token_prob == share
     assert configs["query-key-norm"].model == dataclasses.replace(whole.model, query_key_norm=True)
+    assert dataclasses.replace(configs["experts"].model, experts=recipe.model.experts) == whole.model
+    assert configs["experts"].model.experts != recipe.model.experts
 
 
 def test_text_is_weighted_by_its_packages(trial_options, monkeypatch):
