@@ -4,9 +4,10 @@
     bash scripts/laptop.sh
     python benchmarks/recipe_trials.py recipe query-key-norm --laptop laptop --work laptop/trials --blimp blimp/data
 
-A trial is configs/laptop.yaml with 900 steps, its two phases and schedule in proportion, and what TRIALS says; experts
-is configs/laptop-experts.yaml in the same way. --seeds are runs of their own. Each is scored on held-out sentences of the
-test split and, with --blimp, on minimal pairs, both written from left to right. The table has all that is below --work.
+A trial is configs/laptop.yaml with 900 steps, its two phases and schedule in proportion, and what TRIALS says;
+experts is configs/laptop-experts.yaml in the same way. --seeds are runs of their own. Each is scored on held-out
+sentences of the test split and, with --blimp, on minimal pairs, both written from left to right. The table has all
+that is below --work.
 
 For text-weights the corpus is split by its packages: 15 % of the tokens are documentation, 8 % religious, no
 dictionaries, the rest other prose. A document stays in its split, so no held-out sentence is trained on.
