@@ -70,6 +70,7 @@ def test_a_diff_is_read_by_the_tools_as_it_stands(title, tool, tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_a_metric_is_in_the_log_line_and_in_the_records(trained):
     found, printed = trained
     records = found["training"]["records"]

@@ -202,6 +202,7 @@ read_tokens()
     assert "Bus error" in done.stderr and "in read_tokens" in done.stderr
 
 
+@pytest.mark.slow
 def test_native_code_that_keeps_the_interpreters_lock_is_ended_too(tmp_path):
     done = start(
         tmp_path, "dog.enter(Section.STEP); time.sleep(0.7); ctypes.PyDLL(None).sleep(60)", 2.0, backstop=1.0
