@@ -181,7 +181,7 @@ def cases(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], np.ndar
 
 def kernel_of(q: torch.Tensor) -> str:
     """The kernel that a plan takes for a call with as many keys as queries; without AMX it casts half precision."""
-    return choose_cpu_kernel(torch.float32 if widens(q) else q.dtype, q.shape[2])
+    return "flash fp32" if widens(q) else choose_cpu_kernel(q.dtype, q.shape[2], q.shape[2], is_full=True)
 
 
 def measure_kernels(options: argparse.Namespace) -> list[dict[str, Any]]:

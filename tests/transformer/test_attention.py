@@ -261,28 +261,29 @@ def test_each_kernel_of_the_cpu_computes_softmax(name, kind, dtype):
 
 
 @pytest.mark.parametrize(
-    "dtype, keys, expected",
+    "dtype, queries, keys, is_full, expected",
     [
-        (torch.float32, 136, "flash"),
-        (torch.float64, 2048, "flash"),
-        (torch.bfloat16, 136, "plain"),
-        (torch.float16, 512, "plain"),
-        (torch.bfloat16, 2048, "flash"),
+        (torch.float32, 136, 136, True, "flash"),
+        (torch.float64, 2048, 2048, True, "flash"),
+        (torch.bfloat16, 136, 136, True, "flash fp32"),
+        (torch.bfloat16, 512, 512, True, "plain"),
+        (torch.bfloat16, 512, 512, False, "flash fp32"),
+        (torch.bfloat16, 256, 2048, False, "flash fp32"),
+        (torch.float16, 2048, 2048, True, "flash"),
+        (torch.bfloat16, 256, 4096, False, "flash"),
     ],
 )
-def test_the_kernel_of_the_cpu_follows_from_type_and_keys(dtype, keys, expected):
-    assert choose_cpu_kernel(dtype, keys) == expected
+def test_the_kernel_of_the_cpu_follows_from_type_and_size(dtype, queries, keys, is_full, expected):
+    assert choose_cpu_kernel(dtype, queries, keys, is_full=is_full) == expected
 
 
-@pytest.mark.parametrize("products", [0, 1 << 30])
 @pytest.mark.parametrize("name", CPU_KERNELS)
-def test_plans_take_each_kernel(name, products, monkeypatch):
-    """As on a CPU that multiplies bf16 natively, where the choice is made: documents one by one and together."""
+def test_plans_take_each_kernel_for_long_documents(name, monkeypatch):
+    """As on a CPU that multiplies bf16 natively, where the choice is made."""
     taken = []
-    monkeypatch.setattr(cpu_plan, "SHORT_PRODUCTS", products)
-    for module in (cpu_kernels, cpu_groups):
-        monkeypatch.setattr(module, "widens", lambda x: False)
-    monkeypatch.setattr(cpu_groups, "choose_cpu_kernel", lambda *args: taken.append(name) or name)
+    monkeypatch.setattr(cpu_plan, "SHORT_PRODUCTS", 0)
+    monkeypatch.setattr(cpu_kernels, "widens", lambda x: False)
+    monkeypatch.setattr(cpu_groups, "choose_cpu_kernel", lambda *args, **options: taken.append(name) or name)
     arrays = recipe_arrays(RECIPES["t5"], 600, 1, 5)
     assert_equals_reference(arrays, plan_attention(make_layout(*arrays), CPU), tolerance=1e-7)
     *qkv, _ = draw((*arrays[0].shape, 2, 8), torch.bfloat16)

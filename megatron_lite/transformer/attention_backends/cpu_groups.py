@@ -25,7 +25,7 @@ from megatron_lite.transformer.attention_backends.layout import (
     QueryRange,
     may_see,
 )
-from megatron_lite.transformer.kernels.compat import widens
+from megatron_lite.transformer.kernels.compat import flash_backward_on_cpu, flash_forward_on_cpu
 
 
 class Visibility:
@@ -100,10 +100,12 @@ class PaddedRanges:
         self._real_index = self.index.flatten()[self._real]  # the same in the order of the plan
 
     def heads_first(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, n, H, D] -> [n, ranges, H, tokens, D], a copy."""
-        dtype = torch.float32 if widens(x) else x.dtype
+        """[T, n, H, D] -> [n, ranges, H, tokens, D], a copy in fp32 or wider."""
         x = x.flatten(1).index_select(0, self.index.flatten()).view(*self.index.shape, *x.shape[1:])
-        return x.permute(2, 0, 3, 1, 4).to(dtype, memory_format=torch.contiguous_format)
+        # fp32: torch's bf16 kernel takes up to six times as long in the backward pass of short sequences
+        # (cpu_kernels.py).
+        x = x.permute(2, 0, 3, 1, 4)
+        return x.to(torch.promote_types(x.dtype, torch.float32), memory_format=torch.contiguous_format)
 
     def write(self, tensors: Sequence[torch.Tensor], into: torch.Tensor) -> None:
         """Write n tensors [ranges, H, tokens, D] to their tokens of [T, n, H, D]."""
@@ -149,7 +151,7 @@ class PaddedGroups:
         heads = [ranges.heads_first(x) for ranges, x in zip(self._ranges, inputs, strict=True)]
         q, k, v = itertools.chain(*heads)
         bias, sees = self.mask(visibility, q.dtype)
-        attended, state = _kernel(k).forward(q, k, v, self._mask_type == CAUSAL, bias)
+        attended, state = flash_forward_on_cpu(q, k, v, 0.0, self._mask_type == CAUSAL, attn_mask=bias)
         if self._mask_type == MASKED:
             attended = attended.masked_fill(~sees[:, None, :, None], 0.0)
         self._queries.write([attended], out[:, None])
@@ -172,7 +174,7 @@ class PaddedGroups:
         # twice.
         grad.masked_fill_(~sees[:, None, :, None], 0.0)
         is_causal = self._mask_type == CAUSAL
-        grads_qkv = iter(_kernel(k).backward(grad, q, k, v, out, state, is_causal, bias))
+        grads_qkv = iter(flash_backward_on_cpu(grad, q, k, v, out, state, 0.0, is_causal, attn_mask=bias))
         for ranges, packed in zip(self._ranges, grads, strict=True):
             ranges.write(list(itertools.islice(grads_qkv, packed.shape[1])), packed)
 
@@ -202,7 +204,7 @@ class LongGroup:
             out[blind] = 0.0
         for each in self._ranges:
             operands, bias = self._operands(visibility, each, heads)
-            attended, state = _kernel(operands[1]).forward(*operands, each.mask == CAUSAL, bias)
+            attended, state = _kernel(operands, each).forward(*operands, each.mask == CAUSAL, bias)
             out[each.start : each.stop] = attended[0].transpose(0, 1)
             states.append(state)
         return [*heads, *states]
@@ -230,7 +232,7 @@ class LongGroup:
                 x[each.start : each.stop].to(operands[0].dtype).transpose(0, 1).unsqueeze(0)
                 for x in (grad, out)
             )
-            range_grads = _kernel(operands[1]).backward(
+            range_grads = _kernel(operands, each).backward(
                 range_grad, *operands, range_out, state, each.mask == CAUSAL, bias
             )
             of_queries, *of_keys = (x[0].transpose(0, 1) for x in range_grads)
@@ -253,6 +255,9 @@ class LongGroup:
         return operands, visibility.bias_of(self.group, query_range, q.dtype)
 
 
-def _kernel(keys: torch.Tensor) -> type[CpuKernel]:
-    """Args: keys: [B, H, tokens, D]."""
-    return CPU_KERNELS[choose_cpu_kernel(keys.dtype, keys.shape[2])]
+def _kernel(
+    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor], query_range: QueryRange
+) -> type[CpuKernel]:
+    """The kernel of a query range. Args: operands: its q, k, v [1, H, tokens, D]."""
+    q, k, _ = operands
+    return CPU_KERNELS[choose_cpu_kernel(q.dtype, q.shape[2], k.shape[2], is_full=query_range.mask == FULL)]

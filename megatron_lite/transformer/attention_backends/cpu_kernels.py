@@ -1,12 +1,13 @@
-"""Two ways to compute attention on CPU, and attention written out in torch's operators.
+"""Three ways to compute attention on CPU, and attention written out in torch's operators.
 
-  flash        torch's fused kernel
+  flash        torch's fused kernel in the type of its operands
+  flash fp32   the same on operands that are cast to fp32
   plain        matrix products and a softmax, whose weights are saved for the backward pass
 
-The choice depends on nothing but the type of the operands and the number of keys, so all ranks make the same one.
-Operands are bf16 or fp16 only where the CPU multiplies them natively; elsewhere they have been cast to fp32, for which
-the fused kernel is the fastest, or a draw. `benchmarks/attention.py` measures both. With dropout, or with a bias of the
-scores, attention is written out.
+The choice depends on nothing but the type of the operands and the number of queries and keys, so all ranks make the
+same one. Operands are bf16 or fp16 only where the CPU multiplies them natively (AMX); elsewhere they have been cast to
+fp32, for which the fused kernel is the fastest, or a draw. `benchmarks/attention.py` measures all three. With dropout,
+or with a bias of the scores, attention is written out.
 """
 
 from __future__ import annotations
@@ -23,14 +24,13 @@ from megatron_lite.transformer.kernels.compat import (
     widens,
 )
 
-# Half precision: keys up to which plain is faster than flash, whose backward pass is slow on short sequences.
-# Measured with AMX, under a mask; ms of [batch, heads, tokens, head size] for flash, flash in fp32 and plain:
-#     [16, 4, 130, 64]      30   20    5
-#     [16, 4, 136, 32]      28    9    7
-#     [2, 12, 258, 64]      17   21   10
-#     [1, 16, 514, 64]      41   44   28
-#     [1, 12, 1024, 64]     66  120  105    the fused kernel keeps the weights in its cache
-_MOST_PLAIN_KEYS = 640
+# Half precision: pairs of query and key, for each head, up to which flash fp32 and plain are faster than flash.
+# Measured with AMX, ms forward and backward of [batch, heads, tokens, head size] for flash, flash fp32 and plain:
+#     [32, 4, 136, 32]    111   19   23     the backward pass of the fused kernel is slow on short sequences
+#     [1, 16, 568, 64]     84   50   51
+#     [4, 16, 512, 64]    196  161  146     products are large enough for AMX
+#     [1, 16, 2048, 64]   457  742  615     the fused kernel keeps the weights in its cache
+_SMALL, _LARGE = 1 << 18, 1 << 20
 
 
 class CpuKernel(Protocol):
@@ -66,6 +66,24 @@ class Flash(CpuKernel):
         return flash_backward_on_cpu(grad, q, k, v, out, state, 0.0, causal, attn_mask=bias)
 
 
+class FlashInFp32(CpuKernel):
+    @staticmethod
+    def forward(q, k, v, causal, bias):  # type: ignore[no-untyped-def]
+        wide_q, wide_k, wide_v = (_wide(x) for x in (q, k, v))
+        out, state = Flash.forward(wide_q, wide_k, wide_v, causal, None if bias is None else _wide(bias))
+        return out.to(q.dtype), state
+
+    @staticmethod
+    def backward(grad, q, k, v, out, state, causal, bias):  # type: ignore[no-untyped-def]
+        grad, q, k, v, out = (_wide(x) for x in (grad, q, k, v, out))
+        # The gradients stay in fp32: the caller sums them over query ranges.
+        return Flash.backward(grad, q, k, v, out, state, causal, None if bias is None else _wide(bias))
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 class Plain(CpuKernel):
     """Saves the attention weights for the backward pass; for a bounded number of queries and keys only."""
 
@@ -88,13 +106,19 @@ class Plain(CpuKernel):
         return grad_scores @ k, grad_scores.transpose(-2, -1) @ q, weights.transpose(-2, -1) @ grad
 
 
-CPU_KERNELS: dict[str, type[CpuKernel]] = {"flash": Flash, "plain": Plain}
+CPU_KERNELS: dict[str, type[CpuKernel]] = {"flash": Flash, "flash fp32": FlashInFp32, "plain": Plain}
 
 
-def choose_cpu_kernel(dtype: torch.dtype, keys: int) -> str:
-    """The name of the fastest kernel. Args: dtype: of the operands. keys: their number."""
-    is_half = torch.promote_types(dtype, torch.float32) != dtype
-    return "plain" if is_half and keys <= _MOST_PLAIN_KEYS else "flash"
+def choose_cpu_kernel(dtype: torch.dtype, queries: int, keys: int, *, is_full: bool) -> str:
+    """The name of the fastest kernel.
+
+    Args: dtype: of the operands. queries, keys: their numbers. is_full: every query sees every key.
+    """
+    pairs = queries * keys
+    if torch.promote_types(dtype, torch.float32) == dtype or pairs >= _LARGE:
+        return "flash"
+    # Under a mask plain computes hidden pairs too, and its weights of many blocks of queries would need much memory.
+    return "plain" if is_full and pairs >= _SMALL else "flash fp32"
 
 
 def heads_first(x: torch.Tensor) -> torch.Tensor:
@@ -136,8 +160,12 @@ def attend_written_out(
     Args: keep: bool [..., H, Q, K], the weights that dropout with probability p keeps; None = all.
     """
     dtype = q.dtype
-    if q.device.type == "cpu":  # autograd would keep scores, biases and weights in half precision
-        q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
+    if (
+        q.device.type == "cpu"
+        and choose_cpu_kernel(dtype, q.shape[-2], k.shape[-2], is_full=bias is None) == "flash fp32"
+    ):
+        # As without dropout. In half precision oneDNN would also build a kernel for each new shape.
+        q, k, v = q.float(), k.float(), v.float()
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
     weights = (scores if bias is None else scores + bias).softmax(-1)
     # The factor on the output [Q, D] instead of on the weights [Q, K].

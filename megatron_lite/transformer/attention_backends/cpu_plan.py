@@ -33,7 +33,7 @@ from megatron_lite.transformer.kernels.dropout import AttentionDropout
 # SHORT_PRODUCTS products of query and key (tokens^2 x heads x head size). Measured at 1 to 4 million: 1.1 to 2.8 times
 # as fast as one launch per group; at 8 to 16 million 0.8 to 0.9 times as fast, since masked pairs cost more than
 # launches.
-SHORT_PRODUCTS, SIMILAR_TOKENS = 6 << 20, 32
+SHORT_PRODUCTS, SIMILAR_TOKENS = 1 << 22, 32
 
 
 class CpuPlan:
