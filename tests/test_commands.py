@@ -192,6 +192,8 @@ SMALLER = {
     "--points 11": "--points 3",
     "--dimensions 256": "--dimensions 32",
     "--vocab-size 32128": "--vocab-size 240",
+    "--vocab-size 50368": "--vocab-size 434",
+    "batch.global_batch_size=1024 batch.micro_batch_size=128": "batch.global_batch_size=8 batch.micro_batch_size=4",
 }
 DIFFERENT = {"diff": 1}  # exit status of a command that does what it should
 
@@ -622,6 +624,8 @@ def with_measures(scratch: Path) -> None:
     (scratch / "scifact/qrels/test.tsv").write_text("q\td0\t1\n")
     ranked = {"query": SENTENCES[0], "positive": SENTENCES[:1], "negative": SENTENCES[1:3]}
     write_lines(scratch / "askubuntu.jsonl", [ranked])
+    pairs = [{"query": text, "positive": SENTENCES[i - 1]} for i, text in enumerate(SENTENCES)]
+    write_lines(scratch / "pairs.jsonl", pairs)
     for name in ("texts", "queries"):
         write_lines(scratch / f"{name}.jsonl", [{"text": text} for text in SENTENCES])
 

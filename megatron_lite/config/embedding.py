@@ -32,8 +32,8 @@ class EmbeddingConfig:
     )
     max_length: int | None = setting(
         None,
-        "Maximum tokens of a text, prompt and special tokens included; the end is cut. null = as many as the model "
-        "was trained with.",
+        "Maximum tokens of a text, prompt and special tokens included; the end is cut. null = the "
+        "positions of a learned table, else data.sequence_length.",
         at_least=3,
     )
     similarity: str = setting("cosine", "How two vectors are compared.", one_of=SIMILARITIES)
