@@ -113,10 +113,10 @@ def texts(found: Iterable[dict[str, Any]]) -> list[str]:
     return [record["text"] for record in found]
 
 
-def without_near_duplicates(folder: Path, documents: Sequence[str]) -> list[str]:
+def without_near_duplicates(folder: Path, documents: Sequence[str], num_buckets: int = 14) -> list[str]:
     """What datatrove's example of MinHash keeps, run by its own steps in one task."""
     config = MinhashConfig(
-        hash_config=HashConfig(precision=64, hash_fc="sha1"), num_buckets=14, hashes_per_bucket=8
+        hash_config=HashConfig(precision=64, hash_fc="sha1"), num_buckets=num_buckets, hashes_per_bucket=8
     )
     names = [str(folder / name) for name in ("signatures", "buckets", "removed")]
 
@@ -124,7 +124,7 @@ def without_near_duplicates(folder: Path, documents: Sequence[str]) -> list[str]
         return (Document(text, str(number)) for number, text in enumerate(documents))
 
     MinhashDedupSignature(names[0], config, language=Spaces()).run(read())
-    for bucket in range(14):
-        MinhashDedupBuckets(names[0], names[1], config=config).run(None, bucket, 14)
+    for bucket in range(num_buckets):
+        MinhashDedupBuckets(names[0], names[1], config=config).run(None, bucket, num_buckets)
     MinhashDedupCluster(names[1], names[2], config).run(None, 0, 1)
     return [document.text for document in MinhashDedupFilter(names[2]).run(read())]
