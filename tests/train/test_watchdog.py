@@ -224,9 +224,9 @@ def test_an_interpreter_that_does_not_end_is_ended_with_the_status_of_the_work(t
 
 def test_sections_that_keep_within_their_limits_are_left_alone(tmp_path):
     (tmp_path / "config.yaml").touch()  # the run has begun
-    # 2.4 s in steps of 0.4 s, under a limit of 2 s: it starts again with each section
-    program = "for step in range(6): dog.enter(Section.STEP, 'a', step); time.sleep(0.4)"
-    done = start(tmp_path, program + "\ndog.enter(Section.EXIT)", limit=2.0)
+    # 3.6 s in steps of 0.6 s, under a limit of 3 s: it starts again with each section
+    program = "for step in range(6): dog.enter(Section.STEP, 'a', step); time.sleep(0.6)"
+    done = start(tmp_path, program + "\ndog.enter(Section.EXIT)", limit=3.0)
     assert (done.returncode, done.stderr) == (0, "")
     (beat,) = read_heartbeats(tmp_path / "heartbeats")
     assert beat.section == "exit" and beat.step == 5 and beat.passed == 7
