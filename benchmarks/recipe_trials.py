@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
-"""Trials of the laptop's recipe at a sixth of its steps, each with another setting or other weights of the text.
+"""Trials of the laptop's recipe in fewer steps, each with another setting or other weights of the text.
 
     bash scripts/laptop.sh
     python benchmarks/recipe_trials.py recipe query-key-norm --laptop laptop --work laptop/trials --blimp blimp/data
 
-A trial is configs/laptop.yaml with 900 steps, its two phases and schedule in proportion, and what TRIALS says;
-experts is configs/laptop-experts.yaml in the same way. --seeds are runs of their own. Each is scored on held-out
-sentences of the test split and, with --blimp, on minimal pairs, both written from left to right. The table has all
-that is below --work.
+A trial is configs/laptop.yaml with --steps, its two phases and schedule in proportion, and what TRIALS says; experts is
+configs/laptop-experts.yaml in the same way. --seeds are runs of their own. Each is scored on held-out sentences of the
+test split and, with --blimp, on minimal pairs, both written from left to right. The table has all that is below --work.
 
 For text-weights the corpus is split by its packages: 15 % of the tokens are documentation, 8 % religious, no
 dictionaries, the rest other prose. A document stays in its split, so no held-out sentence is trained on.
@@ -45,8 +44,8 @@ from data_utils.common.files import require_directory, require_writable, write_w
 from data_utils.common.untrusted import load_json
 from scripts.laptop.collect_text import SOURCES
 
-STEPS, FIRST_PHASE = 900, 800  # of 5,400 and 4,800
-PARTS = "{kind: linear, steps: 33, start: 0, end: 1}, {kind: constant, steps: 650}, {kind: 1-sqrt, steps: 217, end: 0}"
+STEPS = 5400  # of configs/laptop.yaml, and those of its parts
+FIRST_PHASE, WARM_UP, DECAY = 4800 / STEPS, 200 / STEPS, 1300 / STEPS
 SHORT_SPANS = "{token_prob: 0.3, single_span_prob: 0.1}"
 ONE_PHASE = ("phases=[]", "data.sequence_length=128")
 TRIALS = {
@@ -118,11 +117,17 @@ def config_of(trial: str) -> Path:
 def settings(options: argparse.Namespace, trial: str, seed: int) -> list[str]:
     """Of a trial, on top of its file."""
     tokenizer, data = options.laptop / "tokenizer/tokenizer.json", options.laptop / "data/corpus"
+    warm_up, decay = round(options.steps * WARM_UP), round(options.steps * DECAY)
+    parts = (
+        f"{{kind: linear, steps: {warm_up}, start: 0, end: 1}}, "
+        f"{{kind: constant, steps: {options.steps - warm_up - decay}}}, {{kind: 1-sqrt, steps: {decay}, end: 0}}"
+    )
+    first_phase = round(options.steps * FIRST_PHASE)
     return [
         f"tokenizer.path={quoted(tokenizer)}", f"data.train=[{{prefix: {quoted(Path(f'{data}_train'))}}}]",
         f"data.validation=[{{prefix: {quoted(Path(f'{data}_validation'))}}}]",
-        f"phases=[{{steps: {FIRST_PHASE}, sequence_length: 128}}, {{blank_infilling: {SHORT_SPANS}}}]",
-        f"training.steps={STEPS}", f"schedule.parts=[{PARTS}]", f"training.seed={seed}",
+        f"phases=[{{steps: {first_phase}, sequence_length: 128}}, {{blank_infilling: {SHORT_SPANS}}}]",
+        f"training.steps={options.steps}", f"schedule.parts=[{parts}]", f"training.seed={seed}",
         f"training.precision={options.precision}", f"run.directory={quoted(options.work / trial / str(seed) / 'run')}",
         *TRIALS[trial], *([weighted_text(options)] if trial == "text-weights" else []), *options.set,
     ]  # fmt: skip
@@ -172,11 +177,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--pairs", type=int, default=200, help="minimal pairs of each paradigm (default: 200)")
     add("--sentences", type=int, default=400, help="held-out sentences (default: 400)")
     add("--seeds", type=int, nargs="+", default=[1234], help="a run each (default: 1234)")
+    add("--steps", type=int, default=STEPS // 6, help="of a run (default: 900, a sixth of the laptop's)")
     add("--threads", type=int, default=os.cpu_count() or 1, help="default: all cores")
     add("--precision", choices=("bf16", "fp32"), default="bf16", help="default: bf16")
     add("--set", nargs="+", default=[], metavar="section.key=value", help="further settings of all trials")
     options = parser.parse_args(arguments)
     check_at_least(options, 1, "pairs", "sentences", "threads")
+    check_at_least(options, 60, "steps")
     check_at_least(options, 0, "seeds")
     check_once(options, "trials", "seeds")
     require_writable(options.work / "file", "--work")

@@ -379,7 +379,7 @@ def test_leads_are_taken_before_the_decay_and_speed_is_apart(options, simulated)
 def trial_options(tmp_path):
     return SimpleNamespace(
         laptop=tmp_path / "laptop", work=tmp_path / "trials", precision="fp32", set=[], pairs=2, sentences=3,
-        blimp=None, threads=1,
+        blimp=None, threads=1, steps=900,
     )  # fmt: skip
 
 
