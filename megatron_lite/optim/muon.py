@@ -87,8 +87,9 @@ class Muon(TensorOptimizer):
         # One state for both, so that checkpoints find the moments of all parameters in this optimizer.
         self._adamw.state = self.state
         self.shards = [shard for shard in self.shards if shard.group["moments"] != MOMENTS]
-        self._factors = self.per_tensor(lambda tensor: ADAMW_RMS * math.sqrt(max(tensor.shape)))
-        self._exchange = MatrixExchange(index, [owned for shard in self.shards for owned in shard.slices])
+        slices = [owned for shard in self.shards for owned in shard.slices]
+        self._factors = [ADAMW_RMS * math.sqrt(max(index.tensors[owned.tensor].shape)) for owned in slices]
+        self._exchange = MatrixExchange(index, slices)
 
     @staticmethod
     def moments(name: str, parameter: nn.Parameter) -> tuple[str, ...]:
@@ -107,18 +108,18 @@ class Muon(TensorOptimizer):
         directions = [
             shard.gradient if shard in shards else torch.zeros_like(shard.weights) for shard in self.shards
         ]
-        self._exchange.make_orthogonal(
-            [
-                direction[owned.positions]
-                for direction, shard in zip(directions, self.shards, strict=True)
-                for owned in shard.slices
-            ]
-        )
+        slices = [
+            direction[owned.positions]
+            for direction, shard in zip(directions, self.shards, strict=True)
+            for owned in shard.slices
+        ]
+        self._exchange.make_orthogonal(slices)
+        if slices:
+            torch._foreach_mul_(slices, self._factors)
         for shard in shards:
-            rate, decay = shard.group["lr"], shard.group["weight_decay"]
-            shard.weights.mul_(1 - rate * decay * self.step_factor)
-            rates = shard.per_element(rate * self._factors * self.step_factor)
-            shard.weights.addcmul_(shard.gradient, rates, value=-1)
+            rate = shard.group["lr"] * self.step_factor
+            shard.weights.mul_(1 - rate * shard.group["weight_decay"])
+            shard.weights.addcmul_(shard.gradient, rate, value=-1)
 
 
 class MatrixExchange:

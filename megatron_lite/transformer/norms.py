@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.transformer.kernels.dropout import FeatureDropout
@@ -50,6 +51,40 @@ class LayerNorm(nn.Module):
         return total, self(total)
 
 
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """F.rms_norm over the last dimension: [..., D], [D] -> [..., D]."""
+    if x.device.type == "cpu":
+        return _RmsNormOnCpu.apply(x, weight, epsilon)
+    return F.rms_norm(x, weight.shape, weight, epsilon)
+
+
+class _RmsNormOnCpu(torch.autograd.Function):
+    """Half the time of torch's, which is a chain of ten operators there, each with its own backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        # Operators with operands of two types are slow on CPUs, so all are converted at first.
+        wide = torch.promote_types(x.dtype, torch.float32)
+        normed = x.to(wide, copy=True)
+        scale = torch.linalg.vector_norm(normed, dim=-1, keepdim=True)
+        scale = scale.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return normed.mul_(scale).mul_(weight.to(wide)).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        x, weight, scale = ctx.saved_tensors
+        normed, gradient = x.to(scale.dtype, copy=True).mul_(scale), gradient.to(scale.dtype)
+        wide, product = weight.to(scale.dtype), normed * gradient
+        of_weight = None
+        if ctx.needs_input_grad[1]:
+            of_weight = product.flatten(0, -2).sum(0).to(weight.dtype)
+        along = (product @ wide).div_(-x.shape[-1]).unsqueeze_(-1)
+        of_x = torch.addcmul(normed.mul_(along), gradient, wide).mul_(scale)
+        return of_x.to(x.dtype), of_weight, None
+
+
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + epsilon) * weight, as LayerNorm between tensor-parallel regions (arXiv:1910.07467)."""
 
@@ -63,8 +98,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if has_kernels(x):
             return self.after_sum(x)[1]
-        weight = self.parallel.replicated(self.weight)
-        return F.rms_norm(x, weight.shape, weight, self.epsilon)
+        return rms_norm(x, self.parallel.replicated(self.weight), self.epsilon)
 
     def after_sum(
         self,
@@ -122,7 +156,7 @@ class HeadNorms(nn.Module):
         queries = heads.shape[1] - 2 * key_value_heads
         *query_key, values = heads.split([queries, key_value_heads, key_value_heads], dim=1)
         normed = [
-            F.rms_norm(x.flatten(1) if self.is_over_all else x, scale.shape, scale, self.epsilon).view_as(x)
+            rms_norm(x.flatten(1) if self.is_over_all else x, scale, self.epsilon).view_as(x)
             for x, scale in zip(query_key, self.scales(), strict=True)
         ]
         return torch.cat([*normed, values], dim=1)

@@ -479,6 +479,20 @@ INSIDE = (
         "[norm.weight for",
         (f"{FURTHER}[2x2x1]",),
     ),
+    Plant(
+        "RMSNorm's gradient without its part along the input",
+        "megatron_lite/transformer/norms.py",
+        "torch.addcmul(normed.mul_(along), gradient, wide)",
+        "gradient * wide",
+        ("tests/transformer/test_norms.py",),
+    ),
+    Plant(
+        "Muon's steps have one size for all shapes",
+        "megatron_lite/optim/muon.py",
+        "math.sqrt(max(index.tensors[owned.tensor].shape))",
+        "math.sqrt(max(index.tensors[slices[0].tensor].shape))",
+        ("tests/train/test_optimizers.py",),
+    ),
 )
 
 ELECTRA = (
