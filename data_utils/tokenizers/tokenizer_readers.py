@@ -158,8 +158,8 @@ def read_files(config: TokenizerConfig) -> dict[str, bytes]:
     path = Path(config.path)
     if not path.exists():
         raise DataError(
-            f"tokenizer {path} does not exist; set path to the tokenizer's file or directory, or to a repository of "
-            "the Hugging Face hub, org/name@main."
+            f"tokenizer {path} does not exist; set path to its file or directory (scripts/train_tokenizer.py makes "
+            "one), or to a repository of the Hugging Face hub, org/name@main."
         )
     if config.kind == "sentencepiece":
         return {"model": _read(_find_sentencepiece_model(path))}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 
 from data_utils.common.errors import ConfigError
@@ -40,10 +41,13 @@ def dry_run(config: Config, processes: int, gpu_name: str, efficiency: float = E
     if processes < 1:
         raise ConfigError(f"--dry-run is {processes}; it must be a number of processes, at least 1.")
     require_no_decoder_config(config)
-    if config.model.vocab_size is None:
-        if config.tokenizer is None:
-            raise ConfigError("model.vocab_size is null; set it, or set tokenizer, which determines it.")
-        config = config.with_vocab_size(load_tokenizer(config.tokenizer).vocab_size)
+    tokenizer, size = config.tokenizer, config.model.vocab_size
+    if tokenizer is not None and (size is None or os.path.exists(tokenizer.path)):
+        config = config.with_vocab_size(
+            load_tokenizer(tokenizer).vocab_size
+        )  # or refuses the size, as training
+    elif size is None:
+        raise ConfigError("model.vocab_size is null; set it, or set tokenizer, which determines it.")
     gpu = gpu_named(gpu_name)
     attention = describe(config, choose(config, gpu.capability))
     config = with_choice(config, gpu.capability)

@@ -287,7 +287,17 @@ def test_the_dry_run_loads_no_fake_devices():
             ["--dry-run", "8", "model.vocab_size=null", "tokenizer.path=absent"],
             "tokenizer absent does not exist",
         ),
+        (
+            [
+                "--dry-run",
+                "8",
+                "model.vocab_size=300",
+                "tokenizer={kind: bert_wordpiece, path: CORPUS/vocab.txt}",
+            ],
+            "model.vocab_size is 300, but the tokenizer has ",
+        ),
     ],
 )
-def test_what_cannot_run_is_refused_in_one_line(arguments, message):
+def test_what_cannot_run_is_refused_in_one_line(arguments, message, corpus):
+    arguments = [argument.replace("CORPUS", str(corpus)) for argument in arguments]
     assert_refused(forked("pretrain_glm.py", "--config", TEN_B, *arguments), message)

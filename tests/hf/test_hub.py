@@ -76,7 +76,15 @@ def assert_no_secret(tmp_path, *done):
         ),
         *(
             (path, None)
-            for path in ("data/bert-base-uncased", "runs/x", "here/missing", "a/-b", "a/b@", "a b/c")
+            for path in (
+                "data/bert-base-uncased",
+                "runs/x",
+                "tokenizer/tokenizer.json",
+                "here/missing",
+                "a/-b",
+                "a/b@",
+                "a b/c",
+            )
         ),
     ],
 )
