@@ -33,6 +33,21 @@ MIXTURES = (
         (LOSSES,),
     ),
     Plant(
+        "the coefficient of the balance loss not applied",
+        ROUTER,
+        "loss = (settings.balance_loss * balance +",
+        "loss = (balance +",
+        (LOSSES,),
+    ),
+    Plant(
+        "the router's losses larger with more tensor-parallel ranks",
+        ROUTER,
+        ".sum() * routed.factor",
+        ".sum() * routed.factor * self.parallel.size",
+        (f"{FURTHER}[2x2x1]",),
+        "NVIDIA/Megatron-LM#5047",
+    ),
+    Plant(
         "the router's losses without the loss scale of fp16",
         ROUTED,
         "share, share * loss_scale)",
