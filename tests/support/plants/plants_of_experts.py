@@ -43,7 +43,7 @@ MIXTURES = (
         "the router's losses larger with more tensor-parallel ranks",
         ROUTER,
         ".sum() * routed.factor",
-        ".sum() * routed.factor * self.parallel.size",
+        ".sum() * routed.factor * self.parallel.group.size",
         (f"{FURTHER}[2x2x1]",),
         "NVIDIA/Megatron-LM#5047",
     ),
