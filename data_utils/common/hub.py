@@ -35,7 +35,7 @@ _OWNERS = {
     "transfo-xl": "transfo-xl", "ctrl": "Salesforce",
 }  # fmt: skip
 _FORMER = re.compile(rf"({'|'.join(sorted(_OWNERS, key=len, reverse=True))})(-[a-z0-9.-]+)?")
-# Folders that the documentation names, and ends of files: what is missing there is no owner's model.
+# Folders that the documentation names, and ends of files: what is missing of these is no owner's model.
 _PROJECT_FOLDERS = ("data", "runs", "configs")
 _FILES = (".json", ".jsonl", ".model", ".txt", ".yaml")
 _TIMEOUT_SECONDS = 10.0
@@ -84,8 +84,8 @@ def hub_name(text: str) -> HubName | None:
     if owner is None:
         former = _FORMER.fullmatch(model)
         return None if former is None else HubName(f"{_OWNERS[former[1]]}/{model}", revision)
-    is_file = owner in _PROJECT_FOLDERS or model.endswith(_FILES)
-    if revision is None and (is_file or os.path.isdir(owner)):
+    is_path = os.path.isdir(owner) or owner in _PROJECT_FOLDERS or model.endswith(_FILES)
+    if revision is None and is_path:
         return None
     return HubName(f"{owner}/{model}", revision)
 

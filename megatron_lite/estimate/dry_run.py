@@ -43,9 +43,8 @@ def dry_run(config: Config, processes: int, gpu_name: str, efficiency: float = E
     require_no_decoder_config(config)
     tokenizer, size = config.tokenizer, config.model.vocab_size
     if tokenizer is not None and (size is None or os.path.exists(tokenizer.path)):
-        config = config.with_vocab_size(
-            load_tokenizer(tokenizer).vocab_size
-        )  # or refuses the size, as training
+        # Refuses another size of the model, as training does.
+        config = config.with_vocab_size(load_tokenizer(tokenizer).vocab_size)
     elif size is None:
         raise ConfigError("model.vocab_size is null; set it, or set tokenizer, which determines it.")
     gpu = gpu_named(gpu_name)

@@ -59,7 +59,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 
 
 class _RmsNormOnCpu(torch.autograd.Function):
-    """Half the time of torch's, which is a chain of ten operators there, each with its own backward pass."""
+    """One backward pass, where torch has a chain of operators on CPUs, each with a backward pass of its own."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
