@@ -7,7 +7,7 @@
 Six systems: our GLM, our causal objective on the same body, and four classes of transformers in a plain loop. All have
 the layers, width and heads of configs/laptop.yaml (gated FFNs its ffn_size too), no dropout, no average of weights, the
 tokenizer and text of --laptop, rows of 128 tokens, batches of 32 rows, the same precision, threads, weight decay, betas
-and clipping, and a schedule of one form: warm-up in 3 % of the steps, then constant, then a decay as 1 - sqrt in the
+and clipping, and a schedule of one form: warmup in 3 % of the steps, then constant, then a decay as 1 - sqrt in the
 last 20 %. GLM trains without phases, so with long blanks alone.
 
 1. Each system measures --micro-batches and keeps the fastest.

@@ -106,7 +106,7 @@ def options_of_heads(add: Add) -> None:
     add("--again", action="store_true", help=text)
     text = "with --prune: minimum number of heads per layer (default 1)"
     add("--keep", type=int, default=1, metavar="N", help=text)
-    text = "with --prune: compare raw importance across layers instead of normalising per layer"
+    text = "with --prune: compare raw importance across layers instead of normalizing per layer"
     add("--raw", action="store_true", help=text)
     text = "with --prune: new run directory for the pruned checkpoint"
     add("--output", type=Path, metavar="RUN", help=text)

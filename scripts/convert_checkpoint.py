@@ -294,7 +294,7 @@ def what_follows(path: Path) -> list[str]:
     lines = [
         f"{path} trains {names} on samples of {config.data.sequence_length:,} tokens, global batch "
         f"{batch.global_batch_size}, micro-batch {batch.micro_batch_size}, for {config.training.steps:,} "
-        f"steps with {config.schedule.warmup_steps:,} warm-up steps; edit this file or pass "
+        f"steps with {config.schedule.warmup_steps:,} warmup steps; edit this file or pass "
         "section.key=value to change it"
     ]
     if tokenizer is None or config.decoder is not None or config.data.train:

@@ -4,7 +4,7 @@
     python scripts/coordinate_check.py --config configs/tiny.yaml --output coordinate_check.png
 
 Trains narrow and wide models of the configuration's proportions, with and without muP, some steps of fp32 on the same
-random tokens, with the rate and optimizer of the configuration and without warm-up. It measures by how much the outputs
+random tokens, with the rate and optimizer of the configuration and without warmup. It measures by how much the outputs
 of the blocks and the logits have changed on the first batch, in the mean of their sizes. For each a line has the change
 at every width and the slope of its logarithm over that of the width: 0 is flat, 1 grows as the width. The muP base is
 the configuration's, else the narrowest width.

@@ -9,7 +9,7 @@ An access takes O(1) memory. Where long and short documents are mixed, it takes 
 in an index sorted by length, O(log documents). Windows are fixed by position, so every epoch has the same windows in
 another order.
 
-Source of the permutation: generalised Feistel rounds over [0, a) x [0, b) and cycle walking, Black and
+Source of the permutation: generalized Feistel rounds over [0, a) x [0, b) and cycle walking, Black and
 Rogaway, "Ciphers with arbitrary finite domains", 2002.
 """
 

@@ -27,7 +27,7 @@ from data_utils.common.random_streams import below, seed_rng
 
 # Without `_nrt`, numba's memory management, functions borrow their caller's arrays and can make none: counting
 # references, atomically at every call, took a quarter of the time. The upper levels are inlined, which saves a third of
-# the time to compile: numba optimises all the code below a function again at each level of calls.
+# the time to compile: numba optimizes all the code below a function again at each level of calls.
 _BORROWING: dict[str, Any] = {"nogil": True, "_nrt": False}
 # A function that compiled code calls.
 compiled = njit(**_BORROWING)
@@ -150,7 +150,7 @@ def predict(row, at, target):
     row[WEIGHTS, at] = ONE_AS_INT32
 
 
-# Loops run over a slice from 0 on: only those are vectorised, because elsewhere numba allows for negative indices.
+# Loops run over a slice from 0 on: only those are vectorized, because elsewhere numba allows for negative indices.
 
 
 @compiled

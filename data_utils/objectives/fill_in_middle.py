@@ -7,7 +7,7 @@ and written in another order, each segment after its token; [p], [s] and [m] are
     [p] [s] suffix [m] prefix middle eos      the suffix before it: the middle goes on where the prefix ends (SPM)
 
 Every token is predicted from those before it in the new order, as in `causal`, whose rows the other chunks have. The
-cuts are between tokens. The sources cut between characters and tokenise each segment alone, which a dataset of tokens
+cuts are between tokens. The sources cut between characters and tokenize each segment alone, which a dataset of tokens
 cannot: a middle never begins within a token here.
 """
 

@@ -58,7 +58,7 @@ class SpanBertConfig(MaskedTextConfig):
 
     @property
     def length_weights(self) -> np.ndarray:
-        """Weights of the lengths 1..max_span_length, not normalised: longer spans are drawn again."""
+        """Weights of the lengths 1..max_span_length, not normalized: longer spans are drawn again."""
         return (1 - self.geometric_p) ** np.arange(self.max_span_length)
 
 

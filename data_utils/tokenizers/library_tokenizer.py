@@ -23,7 +23,7 @@ HIDDEN = "\ufdd0"
 
 
 def special_token(name: str, takes_space: bool = False) -> tokenizers.AddedToken:
-    """A special token that is found before a text is normalised. Args: takes_space: with the space before it."""
+    """A special token that is found before a text is normalized. Args: takes_space: with the space before it."""
     return tokenizers.AddedToken(name, special=True, normalized=False, lstrip=takes_space)
 
 

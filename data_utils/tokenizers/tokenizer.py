@@ -146,7 +146,7 @@ class Tokenizer(abc.ABC):
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
         """Text of `ids`; special tokens appear by name, or not at all with `skip_special`.
 
-        The inverse of `encode` for byte-level BPE; WordPiece and SentencePiece normalise text on the way in.
+        The inverse of `encode` for byte-level BPE; WordPiece and SentencePiece normalize text on the way in.
         Raises: ValueError for an id outside 0 .. vocab_size - 1.
         """
         ids = self._checked(ids)

@@ -15,7 +15,7 @@ class FinetuneConfig:
     on_resume: ClassVar[str] = "free"
 
     epochs: int = setting(3, "Passes over the training samples; determines training.steps.", at_least=1)
-    warmup_share: float = fraction(0.1, "Fraction of the steps used for learning rate warm-up.")
+    warmup_share: float = fraction(0.1, "Fraction of the steps used for learning rate warmup.")
     seeds: tuple[int, ...] = setting(
         (), "One run per seed (initial heads, sample order, dropout); [] = training.seed only."
     )

@@ -16,7 +16,7 @@ def learning_rate(
 ) -> float:
     """Learning rate of optimizer step `step` (the first is 1).
 
-    Linear warm-up from 0 to `peak` over `warmup_steps`, then cosine or linear decay that reaches
+    Linear warmup from 0 to `peak` over `warmup_steps`, then cosine or linear decay that reaches
     `min_lr_ratio * peak` at `decay_steps` and stays there, or constant, or falling with 1/sqrt(step) to that floor.
     (The reference's linear schedule falls below zero.) ULMFiT's slanted triangle (arXiv:1801.06146, section 3.2) is
     linear both ways and begins at the floor.
@@ -41,7 +41,7 @@ def deepspeed_rate(step: int, *, peak: float, schedule: ScheduleConfig, decay_st
     """Learning rate of optimizer step `step` (the first is 1) by DeepSpeed's WarmupLR, WarmupDecayLR, WarmupCosineLR.
 
     DeepSpeed sets a rate when the scheduler is made and moves it after each step, from -1 on, so that the second step
-    has number 0. Its warm-up has two steps at least. Source: DeepSpeed 0.19.8.
+    has number 0. Its warmup has two steps at least. Source: DeepSpeed 0.19.8.
     """
     done, warmup = step - 2, max(2, schedule.warmup_steps)
     is_cosine = schedule.kind == "deepspeed_cosine"

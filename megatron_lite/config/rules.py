@@ -54,8 +54,7 @@ def check_together(config: Config) -> None:
 def _check_steps(config: Config) -> None:
     steps, schedule = config.training.steps, config.schedule
     check(
-        schedule.warmup_steps < config.decay_steps
-        or schedule.is_deepspeeds,  # DeepSpeed stops in the warm-up
+        schedule.warmup_steps < config.decay_steps or schedule.is_deepspeeds,  # DeepSpeed stops in the warmup
         f"schedule.warmup_steps ({schedule.warmup_steps}) must be smaller than the end of the schedule "
         f"({config.decay_steps}); lower it, or raise training.steps ({steps}).",
     )

@@ -50,29 +50,29 @@ class ScheduleConfig:
 
     kind: str = setting(
         "cosine",
-        "cosine, linear or constant after a linear warm-up; inverse_sqrt = decays with 1/sqrt(step) after "
+        "cosine, linear or constant after a linear warmup; inverse_sqrt = decays with 1/sqrt(step) after "
         "it (Noam's schedule for a peak of factor / sqrt(hidden_size warmup_steps)); slanted = linear from "
-        "the floor to the peak and back (ULMFiT: warm-up over a tenth of the steps, min_lr_ratio 1/32 = "
+        "the floor to the peak and back (ULMFiT: warmup over a tenth of the steps, min_lr_ratio 1/32 = "
         "0.03125); deepspeed_constant, deepspeed_linear, deepspeed_cosine = DeepSpeed's WarmupLR, "
         "WarmupDecayLR, WarmupCosineLR.",
         one_of=("cosine", "linear", "constant", "inverse_sqrt", "slanted", *DEEPSPEED_KINDS),
     )
-    warmup_steps: int = setting(0, "Linear warm-up from 0 to the peak, in steps.", at_least=0)
+    warmup_steps: int = setting(0, "Linear warmup from 0 to the peak, in steps.", at_least=0)
     decay_steps: int | None = setting(
-        None, "Step at which the floor is reached, warm-up included; null = training.steps.", at_least=1
+        None, "Step at which the floor is reached, warmup included; null = training.steps.", at_least=1
     )
     min_lr_ratio: float = fraction(0.1, "Floor of the schedule as a fraction of the peak.")
     warmup_kind: str = setting(
         "linear",
-        "DeepSpeed kinds: warm-up linear in the step (linear) or in its logarithm (log).",
+        "DeepSpeed kinds: warmup linear in the step (linear) or in its logarithm (log).",
         one_of=("linear", "log"),
     )
     warmup_start_ratio: float = fraction(
-        0.0, "DeepSpeed kinds: learning rate at the start of the warm-up as a fraction of the peak."
+        0.0, "DeepSpeed kinds: learning rate at the start of the warmup as a fraction of the peak."
     )
     parts: tuple[SchedulePart, ...] = setting(
         (),
-        "List of consecutive parts that replaces all settings above (WSD: linear warm-up, constant, any "
+        "List of consecutive parts that replaces all settings above (WSD: linear warmup, constant, any "
         "decay).",
     )
 

@@ -340,7 +340,7 @@ def load_tree(
 
     Returns: the merged tree, the overrides alone, `training.steps` of the files (0: not set), and notes on changes.
 
-    A warm-up that is not shorter than an override such as `training.steps=30` becomes the same fraction of these steps
+    A warmup that is not shorter than an override such as `training.steps=30` becomes the same fraction of these steps
     that it is of the files' steps, so that one setting suffices to try the first steps of a recipe.
     """
     files = tuple(files)
@@ -366,7 +366,7 @@ def load_tree(
             schedule.get("warmup_steps"),
         )
     )
-    # A user who sets both numbers means both; only a warm-up of the files that would not end is shortened.
+    # A user who sets both numbers means both; only a warmup of the files that would not end is shortened.
     is_set = "warmup_steps" in _section(typed, "schedule") or schedule.get("decay_steps") is not None
     if is_set or not 0 < steps <= warmup < file_steps:
         return tree, typed, file_steps, []

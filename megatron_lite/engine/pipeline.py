@@ -1,6 +1,6 @@
 """The model as a DeepSpeed PipelineModule, split over stages by cost.
 
-Schedule: DeepSpeed's TrainSchedule, which is synchronous, non-interleaved 1F1B (PipeDream-Flush). After a warm-up a
+Schedule: DeepSpeed's TrainSchedule, which is synchronous, non-interleaved 1F1B (PipeDream-Flush). After a warmup a
 stage alternates one forward and one backward pass, and keeps the activations of at most as many micro-batches as there
 are stages from it to the last; all micro-batches end before the optimizer step. Evaluation runs forward passes alone
 (InferenceSchedule).
@@ -171,7 +171,7 @@ class _EncoderBlock(_Block):
 
 
 class _DecoderBlock(DecoderBlock):
-    """A block of the decoder. The first one also normalises the encoder's output, or makes vectors of it."""
+    """A block of the decoder. The first one also normalizes the encoder's output, or makes vectors of it."""
 
     def __init__(self, config: ModelConfig, layer: int, parallel: TensorParallel, recompute: str):
         super().__init__(config, parallel, recompute, layer)

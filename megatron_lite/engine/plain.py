@@ -70,7 +70,7 @@ class PlainEngine(Engine):
         for number, (micro_batch, loss_sum, sums) in enumerate(losses, start=1):
             # Said, not counted by DeepSpeed: a batch ramp changes the number of micro-batches.
             self._engine.set_gradient_accumulation_boundary(number == len(micro_batches))
-            # The normaliser's factor, and the loss scale of fp16.
+            # The normalizer's factor, and the loss scale of fp16.
             loss = loss_sum * (micro_batch.loss_factor * self._zero.loss_factor)
             # The loss has its factor already; DeepSpeed would divide by its own count of micro-batches.
             self._engine.backward(loss, scale_wrt_gas=False)
@@ -152,7 +152,7 @@ class PlainEngine(Engine):
 
 
 def make_engine(config: Config, context: ParallelContext, num_losses: int) -> Engine:
-    """Build, initialise and shard the model of a configuration for its layout."""
+    """Build, initialize and shard the model of a configuration for its layout."""
     if context.pp.size == 1:
         return PlainEngine(config, context, num_losses)
     from megatron_lite.engine.pipeline import (

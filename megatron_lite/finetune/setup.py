@@ -139,7 +139,7 @@ def load_tree(
         tasks: files of several tasks, instead of `task_file`. The first one says how the run trains.
         deepspeed_config, processes, say: as for `load_config`.
 
-    A model file's steps, warm-up, intervals and division of the loss are those of pretraining: they count only where
+    A model file's steps, warmup, intervals and division of the loss are those of pretraining: they count only where
     the task says so.
     """
     tree = {name: value for name, value in (pretrained or {}).items() if name not in _NOT_INHERITED}
@@ -348,7 +348,7 @@ def check_lengths(config: Config, renderer: Renderer) -> None:
 
 
 def with_steps(config: Config, samples: int, tree: Mapping[str, Any]) -> Config:
-    """Derive steps from `finetune.epochs`, warm-up, and the intervals of saves and evaluations.
+    """Derive steps from `finetune.epochs`, warmup, and the intervals of saves and evaluations.
 
     Args: samples: of an epoch. tree: its settings are not replaced.
     """

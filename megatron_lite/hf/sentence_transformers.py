@@ -1,4 +1,4 @@
-"""Directories of sentence-transformers: a Transformer, pooling, normalisation, prompts.
+"""Directories of sentence-transformers: a Transformer, pooling, normalization, prompts.
 
     modules.json                        the modules in their order
     1_Pooling/config.json               the pooling

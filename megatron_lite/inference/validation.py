@@ -21,7 +21,7 @@ from megatron_lite.parallel.launch import Launch
 from megatron_lite.runtime.process import set_numerics
 from megatron_lite.telemetry.writer import Metrics
 from megatron_lite.train.evaluation import Evaluation
-from megatron_lite.train.loss_normaliser import LossNormaliser
+from megatron_lite.train.loss_normalizer import LossNormalizer
 from megatron_lite.transformer.attention_choice import set_attention
 from megatron_lite.transformer.build import model_spec
 
@@ -78,7 +78,7 @@ def validation_losses(
             load_weights_only(run.checkpoint, engine, context)
             engine.set_step(step)
         samples = spec.samples(config, datasets.validation, "validation")
-        normaliser = LossNormaliser(plan, datasets.loss_names, context.dp.size)
-        evaluation = Evaluation(config, plan, context, engine, samples, normaliser, None, None)
+        normalizer = LossNormalizer(plan, datasets.loss_names, context.dp.size)
+        evaluation = Evaluation(config, plan, context, engine, samples, normalizer, None, None)
         found[name] = evaluation.run(step, Metrics(Path(config.run.directory), False, False))
     return found

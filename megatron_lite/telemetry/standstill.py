@@ -12,7 +12,7 @@ HIGH_RATE = 0.3  # of the peak: with a lower rate a loss is expected to flatten
 RISE = 0.02  # relative, above the lowest loss of the first half
 ADVICE = (
     "Look at optimizer.lr first; a small model is also held back by learned positions (try model.positions=rotary) and "
-    "by word embeddings that are initialised small (docs/learning.md)."
+    "by word embeddings that are initialized small (docs/learning.md)."
 )
 
 

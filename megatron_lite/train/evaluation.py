@@ -17,7 +17,7 @@ from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.telemetry.reports import scores_line, validation_line
 from megatron_lite.telemetry.standstill import Standstill
 from megatron_lite.telemetry.writer import Metrics, is_recorded
-from megatron_lite.train.loss_normaliser import LossNormaliser
+from megatron_lite.train.loss_normalizer import LossNormalizer
 from megatron_lite.train.step import read_batch
 from megatron_lite.transformer.batch import Batch, Samples
 from megatron_lite.transformer.transformer import Transformer
@@ -55,12 +55,12 @@ class Evaluation:
         context: ParallelContext,
         engine: Engine,
         data: Samples | None,
-        loss_normaliser: LossNormaliser,
+        loss_normalizer: LossNormalizer,
         task_evaluator: TaskEvaluator | None,
         fill: Callable[[Transformer], dict[str, Any]] | None,
     ):
         self._config, self._phase_plan, self._context, self._engine = config, phase_plan, context, engine
-        self._data, self._loss_normaliser, self._fill = data, loss_normaliser, fill
+        self._data, self._loss_normalizer, self._fill = data, loss_normalizer, fill
         self.task_evaluator = task_evaluator
         self._standstill = Standstill()
         self.last_step = 0  # the last step that is known to be evaluated
@@ -103,8 +103,8 @@ class Evaluation:
             sums = context.sum_losses(engine.evaluate(batches))
             divisors = [batch.loss_divisors(len(sums)) * context.counts_samples for batch in batches]
             loss_divisors = context.sum_on_hosts(np.sum(divisors, axis=0).tolist())
-            sums = self._loss_normaliser.with_token_counts(sums, loss_divisors)
-            losses = self._loss_normaliser.means(sums.cpu().numpy(), step)
+            sums = self._loss_normalizer.with_token_counts(sums, loss_divisors)
+            losses = self._loss_normalizer.means(sums.cpu().numpy(), step)
             values = {**losses, **engine.more_measures(losses["loss"])}
             if config.training.loss_normalization == "per_objective":  # a sum of means
                 # exp of a sum of several means is no perplexity of anything.

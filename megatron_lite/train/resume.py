@@ -146,7 +146,7 @@ def _initialize(
             fragment.tensors["weight"].mul_(config.checkpoint.upcycling_noise)
     load_weights_only(checkpoint, engine, context, new)
     if context.is_main:
-        log.info("initialised with the weights of %s; the optimizer is new, at step 0", checkpoint.path)
+        log.info("initialized with the weights of %s; the optimizer is new, at step 0", checkpoint.path)
         if new:
             kinds = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in sorted(new)))
             more = f" and {len(kinds) - _SHOWN} kinds more" if len(kinds) > _SHOWN else ""

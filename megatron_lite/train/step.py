@@ -139,7 +139,7 @@ class StepMaker:
     ):
         """Args:
         prepare: batch and dropout seed -> micro-batch (`Engine.prepared`).
-        scales_ahead: see `LossNormaliser.scales_ahead`.
+        scales_ahead: see `LossNormalizer.scales_ahead`.
         """
         self._config, self._phase_plan, self._context, self._data = config, phase_plan, context, data
         self._prepare, self._num_losses, self._scales_ahead = prepare, num_losses, scales_ahead

@@ -44,7 +44,7 @@ from megatron_lite.train.callbacks.training_log import TrainingLog
 from megatron_lite.train.delayed_results import DelayedResults
 from megatron_lite.train.evaluation import Evaluation, TaskEvaluator
 from megatron_lite.train.event_log import EventLog
-from megatron_lite.train.loss_normaliser import LossNormaliser
+from megatron_lite.train.loss_normalizer import LossNormalizer
 from megatron_lite.train.prefetch import Prefetch
 from megatron_lite.train.start import LoadedState, checkpoint_directory, load_start
 from megatron_lite.train.step import Progress, StepCounts, StepMaker, StepMessage
@@ -95,11 +95,11 @@ class Trainer:
             config.training.max_nonfinite_steps, self.directory, config.training.precision
         )
 
-        # Order: the normaliser tells the step maker which losses count, and the prefetch thread runs the step maker.
-        self.loss_normaliser = LossNormaliser(self._phase_plan, loss_names, context.dp.size, language_weight)
+        # Order: the normalizer tells the step maker which losses count, and the prefetch thread runs the step maker.
+        self.loss_normalizer = LossNormalizer(self._phase_plan, loss_names, context.dp.size, language_weight)
         self._step_maker = StepMaker(
             config, self._phase_plan, context, train_data, engine.prepared, len(loss_names),
-            self.loss_normaliser.scales_ahead,
+            self.loss_normalizer.scales_ahead,
         )  # fmt: skip
         self._prefetch = Prefetch(self._step_maker.make, context.device)
 
@@ -109,7 +109,7 @@ class Trainer:
             context,
             engine,
             validation_data,
-            self.loss_normaliser,
+            self.loss_normalizer,
             task_evaluator,
             fill,
         )
@@ -156,7 +156,7 @@ class Trainer:
 
         self.watchdog.at("forward, backward and optimizer")
         # `before` counts the steps before this one; `step` is the number of this one (from 1).
-        micro_batches = self.loss_normaliser.micro_batches(inputs, totals.loss_divisors, before)
+        micro_batches = self.loss_normalizer.micro_batches(inputs, totals.loss_divisors, before)
         lr = self._phase_plan.learning_rate(step)
         self.engine.set_step(step)
         result = self.engine.train_step(micro_batches, lr)  # see `PlainEngine.train_step`
@@ -164,7 +164,7 @@ class Trainer:
         self.watchdog.at("summing losses of all ranks")
         # Sums stay on the device: reading them here would stop the queue of kernels at every step.
         loss_sums = self.context.sum_losses(result.objective_sums)
-        loss_sums = self.loss_normaliser.with_token_counts(loss_sums, totals.loss_divisors, before)
+        loss_sums = self.loss_normalizer.with_token_counts(loss_sums, totals.loss_divisors, before)
         flops = model_spec(self.config).flops(self.config, *totals.flops_counts())
         self.interval.add(int(totals.tokens), int(totals.padded_tokens), flops, loss_sums)
         self.progress.advance(step, self._phase_plan.consumed(step), totals)
@@ -239,7 +239,7 @@ class Trainer:
             ProgressBar(config.run.progress_bar and context.is_main, self._last_step),
             TrainingLog(
                 config, self._phase_plan, context, engine, self.progress, self.interval, self.results,
-                self.loss_normaliser, self.peak_flops, self.metrics, self._last_step,
+                self.loss_normalizer, self.peak_flops, self.metrics, self._last_step,
             ),
             self._profiler,
             ReplicaCheck(

@@ -29,7 +29,7 @@ class ModelSpec:
     huggingface: str | None = None
 
     def build(self, config: Config, num_losses: int, parallel: TensorParallel | None) -> TrainedModel:
-        """The initialised fp32 model; DeepSpeed casts it to the training precision."""
+        """The initialized fp32 model; DeepSpeed casts it to the training precision."""
         training = config.training
         model = Transformer(
             config.model, recompute=training.recompute, num_losses=num_losses, parallel=parallel,
@@ -113,5 +113,5 @@ def model_spec(config: Config) -> ModelSpec:
 
 
 def build_model(config: Config, num_losses: int, parallel: TensorParallel | None = None) -> TrainedModel:
-    """The initialised fp32 model of a configuration."""
+    """The initialized fp32 model of a configuration."""
     return model_spec(config).build(config, num_losses, parallel)

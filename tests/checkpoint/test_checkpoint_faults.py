@@ -102,7 +102,7 @@ def die_at(operation, scenario, base, journal, options):
 @pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("scenario", slow_but([first], [first, with_retention, again]))
 def test_a_kill_or_crash_at_every_operation(tmp_path, monkeypatch, scenario, asynchronous):
-    """For every n: die during the n-th operation, then keep, drop or partly drop what was not synchronised."""
+    """For every n: die during the n-th operation, then keep, drop or partly drop what was not synchronized."""
     monkeypatch.setattr(tensor_files, "BLOCK_BYTES", 40_000)  # several writes
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # outside the journal, for speed
     base = tmp_path / "base"
@@ -238,7 +238,7 @@ def test_a_read_only_directory_is_a_warning_then_an_error(small_disk, caplog):
     assert newest_valid(disk / "c", ALONE).step == 1
 
 
-def test_a_disk_that_fails_while_synchronising_fails_the_save(tmp_path, monkeypatch, caplog):
+def test_a_disk_that_fails_while_synchronizing_fails_the_save(tmp_path, monkeypatch, caplog):
     save(tmp_path, 1)
 
     def broken(descriptor):

@@ -115,7 +115,7 @@ def test_a_wrong_name_shows_the_nearest(folder, wrong, near, tmp_path, monkeypat
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_first_steps_of_every_recipe_are_tried_by_one_setting(path):
-    """training.steps=30 where the rate has a warm-up; a plan in phases or parts says which setting it is instead."""
+    """training.steps=30 where the rate has a warmup; a plan in phases or parts says which setting it is instead."""
     notes: list[str] = []
     try:
         config = load_config([path], ["training.steps=30"], say=notes.append)

@@ -44,7 +44,7 @@ SUCCESSORS |= {"glm-modern-base": 108_398_592, "glm-modern-large": 334_872_576}
 # Glm4MoeForCausalLM's, with its buffers of biases, and the layer that it leaves out; 28,000 tensors are slow to count.
 SUCCESSORS |= {"glm-4.5": 352_797_829_024 + 3_988_069_792, "glm-4.5-air": 106_852_251_264 + 2_375_059_584}
 
-# Their recipes: lr, beta2, eps, weight decay, steps, decay, end of decay, warm-up, floor, token, sentence.
+# Their recipes: lr, beta2, eps, weight decay, steps, decay, end of decay, warmup, floor, token, sentence.
 RECIPES = {
     "glm-base": (4e-4, 0.98, 1e-6, 0.1, 150_000, "cosine", 120_000, 6_000, 0.05, 1.0, 0.0),
     "glm-large": (2e-4, 0.98, 1e-6, 0.1, 200_000, "cosine", 160_000, 8_000, 0.05, 1.0, 0.0),

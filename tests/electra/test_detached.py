@@ -16,7 +16,7 @@ from data_utils.objectives import LOSSES
 from megatron_lite.hf.published.systems import DEBERTA
 from megatron_lite.hf.published.tensor_map import tensor_mappings
 from megatron_lite.models.electra.config import generator_of
-from megatron_lite.train.loss_normaliser import mean_scales
+from megatron_lite.train.loss_normalizer import mean_scales
 from megatron_lite.transformer.build import build_model, model_spec
 from megatron_lite.transformer.micro_batch import prepare
 

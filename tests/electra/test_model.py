@@ -24,7 +24,7 @@ from megatron_lite.engine.parameter_groups import parameter_groups
 from megatron_lite.models.electra import model as electra_model
 from megatron_lite.models.electra.batch import ElectraBatch
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.train.loss_normaliser import mean_scales
+from megatron_lite.train.loss_normalizer import mean_scales
 from megatron_lite.transformer.attention_backends.layout import allowed
 from megatron_lite.transformer.build import build_model, model_spec
 from megatron_lite.transformer.micro_batch import prepare

@@ -74,7 +74,7 @@ def test_cosent_is_sentence_transformers_class():
 
 
 def test_matryoshka_is_sentence_transformers_class():
-    """A cut vector is normalised anew."""
+    """A cut vector is normalized anew."""
     inner = losses.MultipleNegativesRankingLoss(torch.nn.Identity(), scale=20.0)
     vectors, sizes = vectors_of(), ((8, 1.0), (3, 0.5))
 

@@ -25,7 +25,7 @@ from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published.tensor_map import tensor_mappings, to_ours
 from megatron_lite.inference.open_run import open_run
 from megatron_lite.models.ernie_thu.huggingface import HUGGINGFACE_FORMAT, SYSTEM
-from megatron_lite.train.loss_normaliser import mean_scales
+from megatron_lite.train.loss_normalizer import mean_scales
 from megatron_lite.transformer.build import build_model, model_spec
 from megatron_lite.transformer.micro_batch import prepare
 

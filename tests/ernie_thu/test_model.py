@@ -13,7 +13,7 @@ from support.systems.entity_reference import Reference, reference_losses
 from data_utils.common.losses import ENTITIES, NEXT_SENTENCE_LOSS
 from data_utils.objectives import LOSSES
 from megatron_lite.config.tree import Config, load_config
-from megatron_lite.train.loss_normaliser import mean_scales
+from megatron_lite.train.loss_normalizer import mean_scales
 from megatron_lite.transformer.build import build_model, model_spec
 from megatron_lite.transformer.flops import parameter_count
 from megatron_lite.transformer.micro_batch import prepare

@@ -100,7 +100,7 @@ def edit(directory, name="config.json", **changes):
         ("bert", {"hidden_size": 10**9}, r"sets model.hidden_size to 1000000000, but these weights"),
         ("bert", {"num_attention_heads": 10**9}, r"sets model.num_attention_heads to 1000000000, but these weights"),
         ("albert", {"num_hidden_layers": 10**4}, r"sets model.num_layers to 10000, but these weights"),
-        ("gpt2", {"quantization_config": {"load_in_4bit": True}}, r"has quantization_config; quantised weights"),
+        ("gpt2", {"quantization_config": {"load_in_4bit": True}}, r"has quantization_config; quantized weights"),
         ("gpt2", {"transformers_weights": "../x.safetensors"}, r"has transformers_weights; weights under another"),
         ("glm4", {"rope_parameters": "none"}, r"says rope_parameters 'none'"),
         ("own layout", {"vocab_size": 70}, r"vocab_size is 70, but the tensors have \d+;"),

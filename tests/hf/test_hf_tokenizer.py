@@ -57,7 +57,7 @@ texts = st.lists(
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=texts)
 def test_any_text_with_blanks_gives_the_ids_of_training(exported, case, text):
-    """Texts that spell no other special token: transformers recognises those everywhere, training nowhere."""
+    """Texts that spell no other special token: transformers recognizes those everywhere, training nowhere."""
     tokenizer, hf, _ = exported[case]
     expected = [tokenizer.special.cls, *tokenizer.encode_with_specials(text), tokenizer.special.eos]
     assert hf(text)["input_ids"] == expected

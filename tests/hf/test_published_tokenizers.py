@@ -296,7 +296,7 @@ def test_an_export_of_any_tokenizer_loads_as_the_runs_own(tmp_path, system, file
 
 
 def test_an_export_that_no_class_can_read_is_refused(tmp_path):
-    """A raw SentencePiece model: the classes normalise otherwise."""
+    """A raw SentencePiece model: the classes normalize otherwise."""
     write_files("xlnet", tmp_path / "own")
     path = str(tmp_path / "own/spiece.model")
     tokenizer = load_tokenizer(TokenizerConfig(kind="sentencepiece", path=path, added_tokens="none"))

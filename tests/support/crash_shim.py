@@ -179,7 +179,7 @@ class Directory:
 
 
 class Disk:
-    """A directory tree with, for every file and directory, the states since it was last synchronised."""
+    """A directory tree with, for every file and directory, the states since it was last synchronized."""
 
     def __init__(self, root: Path):
         """Everything that is there now is on disk."""
@@ -251,7 +251,7 @@ class Disk:
         del node.states[:-1]
 
     def write(self, target: Path, survives: str, seed: int) -> None:
-        """Make the tree as a crash leaves it: `kept`, `dropped` (what was not synchronised) or `some` of it."""
+        """Make the tree as a crash leaves it: `kept`, `dropped` (what was not synchronized) or `some` of it."""
         _write(self._root, target, survives, random.Random(seed))
 
 

@@ -729,7 +729,7 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over("deepspeed.bf16.bf16_optimizer_states=true"),
         ("deepspeed.bf16.bf16_optimizer_states is True", "remove it"),
     ),
-    "warm-up of DeepSpeed's schedules": (
+    "warmup of DeepSpeed's schedules": (
         over("schedule.warmup_kind=log"),
         ("warmup_kind is log", "deepspeed_linear"),
     ),

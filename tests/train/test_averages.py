@@ -18,7 +18,7 @@ from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.optim import ema as averages
 from megatron_lite.transformer.batch import Batch
 
-# At an interval of 1 the decay is below the warm-up from the fourth update on, at 2 from the first.
+# At an interval of 1 the decay is below the warmup from the fourth update on, at 2 from the first.
 STEPS, DECAY = 5, 0.3
 KEPT = {"ema": {"decay": DECAY, "use": True}}
 

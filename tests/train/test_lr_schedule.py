@@ -43,7 +43,7 @@ def test_inverse_square_root_is_noams_schedule():
     assert [learning_rate(step, **started) for step in (1, 4)] == [
         2.0,
         1.0,
-    ]  # without warm-up as after one step of it
+    ]  # without warmup as after one step of it
     floor = {"peak": 1.0, "kind": "inverse_sqrt", "warmup_steps": 10, "decay_steps": 1, "min_lr_ratio": 0.1}
     assert learning_rate(10**6, **floor) == 0.1
 

@@ -16,7 +16,7 @@ from data_utils.common.batch_fields import DOC, FIELDS, OBJECTIVE, PADDING_DOC, 
 from data_utils.common.losses import MASKED_DIFFUSION
 from data_utils.common.settings import merge
 from data_utils.objectives import LOSS_NAMES
-from megatron_lite.train.loss_normaliser import LossNormaliser
+from megatron_lite.train.loss_normalizer import LossNormalizer
 from megatron_lite.train.step import StepCounts, StepInputs
 from megatron_lite.transformer.batch import Batch
 
@@ -46,30 +46,30 @@ class Input:
         self.weights = self.weights * torch.from_numpy(scales[self.of])
 
 
-def make_normaliser(normalization="global_tokens", factors=None):
+def make_normalizer(normalization="global_tokens", factors=None):
     training = {"loss_normalization": normalization, "loss_weights": factors or {}}
     phase_plan = tiny(f"training={training}".replace("'", "")).phase_plan
-    return LossNormaliser(phase_plan, LOSS_NAMES, dp_size=1)
+    return LossNormalizer(phase_plan, LOSS_NAMES, dp_size=1)
 
 
 def losses_of(batches, nats, normalization="global_tokens", factors=None):
     """The loss whose gradient a step takes, and the one that it reports. Args: nats: of each row with loss."""
-    normaliser, inputs = make_normaliser(normalization, factors), []
+    normalizer, inputs = make_normalizer(normalization, factors), []
     for batch, each in zip(batches, nats, strict=True):
         weighted = torch.from_numpy(batch.weights[batch.weights > 0])
         of = batch.fields[:, OBJECTIVE][batch.weights > 0]
         inputs.append(Input(weighted, of, torch.tensor(each)))
     counts = StepCounts(sum(b.loss_divisors(COUNT) for b in batches).tolist())
     step = StepInputs(inputs, counts, [b.loss_divisor for b in batches])
-    ready = normaliser.micro_batches(step, counts.loss_divisors, 0)
+    ready = normalizer.micro_batches(step, counts.loss_divisors, 0)
     trained = sum(float((one.weights * one.nats).sum()) * one.loss_factor for one in ready)
     sums = torch.zeros(COUNT, 2, dtype=torch.float64)
     for one in ready:
         sums.index_add_(
             0, torch.from_numpy(one.of).long(), torch.stack([one.weights * one.nats, one.weights], 1).double()
         )
-    sums = normaliser.with_token_counts(sums, counts.loss_divisors, 0)
-    return trained, normaliser.means(np.column_stack([sums.numpy(), np.zeros(COUNT)]), 1)
+    sums = normalizer.with_token_counts(sums, counts.loss_divisors, 0)
+    return trained, normalizer.means(np.column_stack([sums.numpy(), np.zeros(COUNT)]), 1)
 
 
 def test_four_tokens_by_hand():

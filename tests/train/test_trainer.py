@@ -209,7 +209,7 @@ def request_stop_on_one_rank(context, tree):
 
 def poison(context, tree):
     trainer = make_trainer(context, tree)
-    trainer.loss_normaliser._loss_factor = lambda *_: float("nan")
+    trainer.loss_normalizer._loss_factor = lambda *_: float("nan")
     # No step has changed the weights: a lower rate or an earlier checkpoint would not help.
     with pytest.raises(
         TrainingError, match=r"not finite in 3 consecutive steps.* weights\. No step has changed the"

@@ -29,7 +29,7 @@ from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.plain import make_engine
 from megatron_lite.train.callbacks.gradient_norms import GradientNorms
-from megatron_lite.train.loss_normaliser import mean_scales
+from megatron_lite.train.loss_normalizer import mean_scales
 from megatron_lite.transformer.batch import Batch
 from megatron_lite.transformer.flops import parameter_count, step_flops
 from megatron_lite.transformer.init import initialize_parameters

@@ -32,7 +32,7 @@ from megatron_lite.finetune.setup import load_tree
 from megatron_lite.hf.common.weights import Weights
 from megatron_lite.hf.published.source import open_published
 from megatron_lite.hf.published.tensor_map import to_ours
-from megatron_lite.train.loss_normaliser import LossNormaliser
+from megatron_lite.train.loss_normalizer import LossNormalizer
 from megatron_lite.train.step import StepCounts, StepInputs
 from megatron_lite.transformer.batch import Batch
 from megatron_lite.transformer.flops import active_count, parameter_count, step_flops
@@ -171,16 +171,16 @@ def test_its_weight_is_of_the_mean_over_the_step():
     assert [further[1], first[1]] == [sum(3 * i + 5 for i in range(4)), sum(3 * i + 7 for i in range(4))]
 
     divisors = np.sum([each.counts.loss_divisors for each in inputs], axis=0).tolist()
-    normaliser = LossNormaliser(config.phase_plan, LOSS_NAMES, 2)
+    normalizer = LossNormalizer(config.phase_plan, LOSS_NAMES, 2)
     total, sums = 0.0, torch.zeros(len(LOSSES), 3, dtype=torch.float64)
     for of_rank in inputs:
-        for data in normaliser.micro_batches(of_rank, divisors, 0):
+        for data in normalizer.micro_batches(of_rank, divisors, 0):
             loss, of_losses = model(data)
             total += (loss * data.loss_factor).item()
             sums[:, :2] += of_losses
     means = {"loss/causal": (first[0] / first[1]).item(), "loss/mtp": (further[0] / further[1]).item()}
     assert total == pytest.approx(means["loss/causal"] + WEIGHT * means["loss/mtp"], rel=1e-5)
-    shown = normaliser.means(sums.numpy(), 1)
+    shown = normalizer.means(sums.numpy(), 1)
     assert shown == pytest.approx({"loss": means["loss/causal"], **means}, rel=1e-5)
 
 

@@ -112,11 +112,11 @@ def _wsc(intake: Intake, tree: dict[str, Any]) -> None:
     intake.add(fields, intake.class_name(tree.get("label")), index_in(tree))
 
 
-def _find_near(words: list[str], span: list[str], index: int, normalise: Callable[[str], str]) -> int | None:
+def _find_near(words: list[str], span: list[str], index: int, normalize: Callable[[str], str]) -> int | None:
     """Where the words of `span` begin: at `index`, or one word before or after it, as some samples need."""
-    wanted = [normalise(word) for word in span]
+    wanted = [normalize(word) for word in span]
     for start in (index, index - 1, index + 1):
-        if start >= 0 and [normalise(word) for word in words[start : start + len(span)]] == wanted:
+        if start >= 0 and [normalize(word) for word in words[start : start + len(span)]] == wanted:
             return start
     return None
 

@@ -4,7 +4,7 @@ They cut the text into words and cache the ids of each word, because text repeat
 byte_level_kernels.py and word_piece_kernels.py; encoders.py decides whether they are used.
 
 The ids must be the library's, so these encoders know as little as possible about Unicode. They ask the library's own
-normaliser and pre-tokenizer how a character separates words and what it is normalised to, for 256 characters when a
+normalizer and pre-tokenizer how a character separates words and what it is normalized to, for 256 characters when a
 text first needs one of them. Two kinds of word go to the library as they are: words with characters whose effect
 depends on their neighbours (marks that NFD reorders), and words too long for the compiled loop. This is exact because
 no rule of these pipelines looks across the places where text is cut.
@@ -218,8 +218,8 @@ class WordPieceEncoder(CompiledEncoder):
         # The pipeline itself is asked, so that no rule of Unicode is written a second time; "zz" marks the end
         # of what each character gives.
         text = "".join(f"a{chr(code_point)}a zz " for code_point in code_points)
-        normalised = self._backend.normalizer.normalize_str(text)
-        words = iter([word for word, _ in self._backend.pre_tokenizer.pre_tokenize_str(normalised)])
+        normalized = self._backend.normalizer.normalize_str(text)
+        words = iter([word for word, _ in self._backend.pre_tokenizer.pre_tokenize_str(normalized)])
         expansions: list[int] = []
         for code_point in code_points:
             words_between = list(itertools.takewhile(lambda word: word != "zz", words))
@@ -241,16 +241,16 @@ class WordPieceEncoder(CompiledEncoder):
             return word_piece.STANDALONE, self._vocab.get(words[1], self._unknown)
         if len(words) != 1:
             return word_piece.LEFT_TO_LIBRARY, 0
-        normalised = words[0][1:-1]
+        normalized = words[0][1:-1]
         # The compiled loop has room for as many ids as bytes.
-        if len(normalised) > len(chr(code_point).encode()):
+        if len(normalized) > len(chr(code_point).encode()):
             return word_piece.LEFT_TO_LIBRARY, 0
-        if self._reorders and any(map(_may_be_moved, normalised)):
+        if self._reorders and any(map(_may_be_moved, normalized)):
             return word_piece.LEFT_TO_LIBRARY, 0
-        if len(normalised) == 1:
-            return word_piece.MAPPED, ord(normalised)
+        if len(normalized) == 1:
+            return word_piece.MAPPED, ord(normalized)
         index = len(self._expansions) + len(expansions)
-        expansions += [len(normalised), *map(ord, normalised)]
+        expansions += [len(normalized), *map(ord, normalized)]
         return word_piece.EXPANDED, index
 
 

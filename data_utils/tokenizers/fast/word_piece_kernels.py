@@ -1,4 +1,4 @@
-"""The compiled loop of WordPiece: BERT's normaliser, pre-tokenizer and longest match. See encoder_kernels.py."""
+"""The compiled loop of WordPiece: BERT's normalizer, pre-tokenizer and longest match. See encoder_kernels.py."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _word_end(data, i, stop, classes):
 
 
 @njit
-def _normalise(data, i, end, classes, values, expansions, code_points, limit):
+def _normalize(data, i, end, classes, values, expansions, code_points, limit):
     """Code points of the word data[i:end] in code_points[:count].
 
     Returns: count, which stops at `limit`; -1 if the word has a character that is left to the library.
@@ -221,7 +221,7 @@ def _make_encode_word_piece(digest: int) -> Any:
                         i = end
                         continue
                 # One more than a word may have, so that a longer one is seen.
-                count = _normalise(data, i, end, classes, values, expansions, code_points, max_characters + 1)
+                count = _normalize(data, i, end, classes, values, expansions, code_points, max_characters + 1)
                 if count < 0:
                     status = NEEDS_LIBRARY_AND_CACHE if is_short else NEEDS_LIBRARY
                     return stop_at(state, document, i, n, end, status)

@@ -33,7 +33,7 @@ Rate = Annotated[float, Limits(ge=0, lt=1)]
 
 # Fields by which transformers loads other weights than model.safetensors or pytorch_model.bin hold.
 _OTHER_WEIGHTS = {
-    "quantization_config": "quantised weights are not supported; fetch the model in fp32, bf16 or fp16",
+    "quantization_config": "quantized weights are not supported; fetch the model in fp32, bf16 or fp16",
     "transformers_weights": "weights under another name are not read; fetch the model as it was published",
 }
 _ADAPTER = "adapter_config.json"

@@ -29,7 +29,7 @@ _MICRO_BATCH_TOKENS = 4096  # the default batch: 8 samples of 512 tokens
 
 
 def with_sizes(path: Path, model: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree with steps, samples that fit the positions, a batch for their length, and a warm-up of a tenth.
+    """The tree with steps, samples that fit the positions, a batch for their length, and a warmup of a tenth.
 
     Settings of the user override them. Settings of a recipe that the directory does not contain come from configs/.
 

@@ -23,7 +23,7 @@ _GENERAL = "TokenizersBackend"  # the class of a model_type without its own
 _SHOWN_IDS = 12
 _FROM_VOCABULARY, _TOGETHER = 600, 12  # tokens, and how many of them make a text
 
-# White space, controls, marks, scripts, quotes, and what else a normaliser may treat in a way of its own.
+# White space, controls, marks, scripts, quotes, and what else a normalizer may treat in a way of its own.
 # ruff: noqa: RUF001 - characters that look alike are what is compared
 _PIECES = (
     *("", " ", "  ", "\n", "\t", "\r\n", " \n\t ", "a  b", " a", "a ", "  a  ", "a\n\nb", "a\tb", "\n a \n"),
@@ -127,7 +127,7 @@ def compare(tokenizer: Tokenizer, theirs: TokenizersBackend, more: Sequence[str]
     # AutoTokenizer decides the ids, not the files: transformers 5 rebuilds a class's pipeline from options.
     found = encoded(theirs, texts, add_special_tokens=False, split_special_tokens=True)
     normalizer = theirs.backend_tokenizer.normalizer
-    normalised: Callable[[str], str] = str if normalizer is None else normalizer.normalize_str
+    normalized: Callable[[str], str] = str if normalizer is None else normalizer.normalize_str
     special = dict(tokenizer.special_names)
     special |= {i: str(token) for i, token in theirs.added_tokens_decoder.items() if token.special}
     spelled, differing, difference = 0, 0, None
@@ -137,7 +137,7 @@ def compare(tokenizer: Tokenizer, theirs: TokenizersBackend, more: Sequence[str]
         if actual == expected:
             continue
         # The stated exception: theirs made a special token of its spelled name, ours made none.
-        if any(name in read for name in names for read in (text, normalised(text))) and not (
+        if any(name in read for name in names for read in (text, normalized(text))) and not (
             special.keys() - {tokenizer.special.unk}
         ) & set(actual):
             spelled += 1

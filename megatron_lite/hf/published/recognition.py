@@ -1,4 +1,4 @@
-"""Recognises the system of a published directory, and completes a config.json that lacks or misstates fields.
+"""Recognizes the system of a published directory, and completes a config.json that lacks or misstates fields.
 
     system_in         the system, by model_type, by architectures, or by tensor names if exactly one system fits
     complete_config   config.json as the rest of the import reads it, and a line for each change

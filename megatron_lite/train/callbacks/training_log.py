@@ -16,7 +16,7 @@ from megatron_lite.telemetry.reports import LogInterval, memory_gib, train_line
 from megatron_lite.telemetry.writer import Metrics
 from megatron_lite.train.callbacks.callback import Callback, is_multiple
 from megatron_lite.train.delayed_results import DelayedResults
-from megatron_lite.train.loss_normaliser import LossNormaliser
+from megatron_lite.train.loss_normalizer import LossNormalizer
 from megatron_lite.train.step import Progress
 
 
@@ -34,7 +34,7 @@ class TrainingLog(Callback):
     progress: Progress
     interval: LogInterval
     results: DelayedResults
-    loss_normaliser: LossNormaliser
+    loss_normalizer: LossNormalizer
     peak_flops: PeakFlops
     metrics: Metrics
     last_step: int
@@ -59,7 +59,7 @@ class TrainingLog(Callback):
         return {
             "consumed_samples": self.progress.consumed_samples,
             "consumed_tokens": self.progress.consumed_tokens,
-            **self.loss_normaliser.means(sums, step),
+            **self.loss_normalizer.means(sums, step),
             "lr": self.phase_plan.learning_rate(step),
             **self.engine.annealed,
             **self.engine.expert_measures(),

@@ -162,7 +162,7 @@ class CpuPlan:
     ) -> list[torch.Tensor]:
         # fp32: a key's gradient is a sum over query ranges.
         wide = torch.promote_types(out.dtype, torch.float32)
-        # Uninitialised: groups write their own tokens, and zeros everywhere would be one more pass over q, k and v.
+        # Uninitialized: groups write their own tokens, and zeros everywhere would be one more pass over q, k and v.
         grads = [torch.empty(*shape, *out.shape[1:], dtype=wide) for shape in self._packed_shapes]
         for packed, gaps in zip(grads, self._gaps, strict=True):
             for start, stop in gaps:

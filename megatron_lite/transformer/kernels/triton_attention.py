@@ -194,7 +194,7 @@ def _forward_blocks(
         shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # -inf - -inf is no number
         weights = tl.exp(scores - shift[:, None])
         shrink = tl.exp(largest - shift)
-        # The sum is that of all weights: dropout acts on the normalised weights.
+        # The sum is that of all weights: dropout acts on the normalized weights.
         total = total * shrink + tl.sum(weights, 1)
         if FORM.drop_threshold > 0:
             weights = tl.where(_keeps(dropout, batch, query_2d, key_2d, head, FORM), weights, 0.0)

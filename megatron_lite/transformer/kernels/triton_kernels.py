@@ -66,7 +66,7 @@ def _add_norm(
             added = tl.where(_keeps(tl.load(keys + row), salt, column, THRESHOLD), added * scale, 0.0)
         rounded = (value + added).to(total.dtype.element_ty)
         tl.store(total + index, rounded, mask=inside)
-        value = rounded.to(tl.float32)  # the backward pass normalises what was stored
+        value = rounded.to(tl.float32)  # the backward pass normalizes what was stored
     if HAS_NORM:
         if CENTERED:
             center = tl.sum(value, 0) / WIDTH

@@ -73,7 +73,7 @@ GRADIENTS = (
         "deepspeedai/DeepSpeed#8224",
     ),
     Plant(
-        "tied embedding of the last pipeline stage not synchronised",
+        "tied embedding of the last pipeline stage not synchronized",
         GROUPS,
         "extra_reduce_group = self.context.pipeline_ends()",
         "extra_reduce_group = None",
@@ -158,7 +158,7 @@ GRADIENTS = (
 LOSSES = (
     Plant(
         "loss divided by each micro-batch's own tokens",
-        "megatron_lite/train/loss_normaliser.py",
+        "megatron_lite/train/loss_normalizer.py",
         '        if self._normalization == "global_tokens":\n            return 1.0 / max(divisor, 1.0)\n',
         "",
         (SAME_SAMPLES,),

@@ -12,7 +12,7 @@ CLASS = f"{LAYER}::test_outputs_and_gradients_are_those_of_the_class"
 COUNTS = f"{LAYER}::test_a_model_counts_the_tokens_of_its_batch"
 LAYOUT = f"{RUN}::test_a_run_does_not_depend_on_the_layout"
 UPCYCLING = "tests/checkpoint/test_upcycling.py"
-NORMALISER, MULTI_TOKEN = "megatron_lite/train/loss_normaliser.py", "megatron_lite/transformer/multi_token.py"
+NORMALIZER, MULTI_TOKEN = "megatron_lite/train/loss_normalizer.py", "megatron_lite/transformer/multi_token.py"
 WEIGHT = "tests/transformer/test_multi_token.py::test_its_weight_is_of_the_mean_over_the_step"
 FORMULA = "tests/transformer/test_multi_token.py::test_loss_and_gradients_are_those_of_the_formula"
 FURTHER = "tests/train/test_parity.py::test_some_further_cases_equal_one_process"
@@ -20,7 +20,7 @@ FURTHER = "tests/train/test_parity.py::test_some_further_cases_equal_one_process
 MIXTURES = (
     Plant(
         "the router's losses divided by the micro-batches of a rank, not of all",
-        "megatron_lite/train/loss_normaliser.py",
+        "megatron_lite/train/loss_normalizer.py",
         "step_share=1.0 / count",
         "step_share=1.0 / len(inputs)",
         (LAYOUT,),
@@ -126,7 +126,7 @@ MIXTURES = (
     ),
     Plant(
         "the loss of further tokens scaled by the ranks",
-        NORMALISER,
+        NORMALIZER,
         "weight * max(divisor, 1.0) /",
         "weight / 2 * max(divisor, 1.0) /",
         (WEIGHT,),
@@ -134,7 +134,7 @@ MIXTURES = (
     ),
     Plant(
         "the loss of further tokens summed, not averaged",
-        NORMALISER,
+        NORMALIZER,
         "scales[MTP.number] = weight * max(divisor, 1.0) / max(totals[MTP.number], 1.0)",
         "scales[MTP.number] = weight * max(divisor, 1.0)",
         (WEIGHT,),
@@ -142,7 +142,7 @@ MIXTURES = (
     ),
     Plant(
         "further tokens counted among those that divide the loss",
-        NORMALISER,
+        NORMALIZER,
         "(loss_divisors[MTP.number] if self._has_further else 0.0)",
         "0.0",
         (WEIGHT,),

@@ -39,7 +39,7 @@ OBJECTIVES = (
     Plant(
         "an evaluation of masked diffusion divided by the weights of its masks",
         "megatron_lite/train/evaluation.py",
-        "sums = self._loss_normaliser.with_token_counts(sums, loss_divisors)",
+        "sums = self._loss_normalizer.with_token_counts(sums, loss_divisors)",
         "pass",
         ("tests/train/test_masked_diffusion.py",),
     ),

@@ -1,4 +1,4 @@
-"""Loss normalisation: the one place that decides by what the losses of a step are divided, and what each weighs.
+"""Loss normalization: the one place that decides by what the losses of a step are divided, and what each weighs.
 
 A model sums the losses of its micro-batch, each prediction times its weight, and the engine multiplies the sum by the
 micro-batch's `loss_factor`. Both numbers come from here:
@@ -24,7 +24,7 @@ from megatron_lite.train.step import StepInputs
 from megatron_lite.transformer.micro_batch import MicroBatch
 
 
-class LossNormaliser:
+class LossNormalizer:
     """Steps are given as the number of steps before them.
 
     Args:
