@@ -6,7 +6,7 @@
 
 Six systems: our GLM, our causal objective on the same body, and four classes of transformers in a plain loop. All have
 the layers, width and heads of configs/laptop.yaml (gated FFNs its ffn_size too), no dropout, no average of weights, the
-tokenizer and text of --laptop, rows of 128 tokens, batches of 32 rows, the same precision, threads, weight decay, betas
+tokenizer and text of --laptop, batches of --rows rows of 128 tokens, the same precision, threads, weight decay, betas
 and clipping, and a schedule of one form: warmup in 3 % of the steps, then constant, then a decay as 1 - sqrt in the
 last 20 %. GLM trains without phases, so with long blanks alone.
 
@@ -94,7 +94,6 @@ FUSED = {"c_attn": (3, 1), "Wqkv": (3, 0), "Wi": (2, 0)}  # matrices of peers: p
 TRIAL_SHARE = 1 / 12  # of --seconds
 FIRST_SEED = 1234
 LENGTH = 128  # tokens of a row
-ROWS = 32  # of a batch
 WARM_UP, DECAY = 0.03, 0.2  # shares of the steps
 MASKED_RATIO = 0.15  # encoders; 80 % of them become [MASK], 10 % a random token
 CALIBRATION_STEPS = 5  # measured, after as many to warm up
@@ -238,11 +237,11 @@ def peer(options: argparse.Namespace, system: str, seed: int) -> torch.nn.Module
 
 
 def peer_batch(
-    system: str, rows: np.ndarray, step: int, seed: int, mask: int, words: int
+    system: str, rows: np.ndarray, size: int, step: int, seed: int, mask: int, words: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets of a step, int64 [ROWS, LENGTH]: a shuffled pass over the text after the other."""
-    numbers = np.arange(step * ROWS, (step + 1) * ROWS)
-    ids = np.empty((ROWS, LENGTH), np.int64)
+    """Inputs and targets of a step, int64 [size, LENGTH]: a shuffled pass over the text after the other."""
+    numbers = np.arange(step * size, (step + 1) * size)
+    ids = np.empty((size, LENGTH), np.int64)
     for epoch in np.unique(numbers // len(rows)):
         own = numbers // len(rows) == epoch
         ids[own] = rows[np.random.default_rng([seed, epoch]).permutation(len(rows))[numbers[own] % len(rows)]]
@@ -303,7 +302,7 @@ class Peer:
         import torch
 
         self.run, self.torch, self.settings = run, torch, options.config.optimizer
-        self.exact = options.precision == "fp32"
+        self.size, self.exact = options.rows, options.precision == "fp32"
         self.model, self.rows = peer(options, run.system, run.seed), token_rows(options, run.system)
         names = tokenizer_of(options)
         self.mask, self.words = names.token_to_id("[MASK]"), names.get_vocab_size()
@@ -312,9 +311,9 @@ class Peer:
     def train(self, step: int) -> None:
         """A step, counted from 0."""
         torch, run = self.torch, self.run
-        inputs, targets = peer_batch(run.system, self.rows, step, run.seed, self.mask, self.words)
+        inputs, targets = peer_batch(run.system, self.rows, self.size, step, run.seed, self.mask, self.words)
         counted = int((targets != PADDED_TARGET).sum())
-        for start in range(0, ROWS, run.micro_batch):
+        for start in range(0, self.size, run.micro_batch):
             ids, labels = (torch.from_numpy(x[start : start + run.micro_batch]) for x in (inputs, targets))
             with torch.autocast("cpu", torch.bfloat16, enabled=not self.exact):
                 loss = self.model(input_ids=ids, labels=labels).loss
@@ -429,9 +428,9 @@ def our_settings(options: argparse.Namespace, run: Run, stop: int) -> list[str]:
         f"optimizer.kind={run.optimizer}", f"optimizer.lr={run.rate}", "ema.decay=null", "ema.use=false",
         f"training.steps={run.steps}", f"training.precision={options.precision}", f"training.seed={run.seed}",
         f"training.stop_after_step={stop}", f"batch.micro_batch_size={run.micro_batch}",
-        f"batch.global_batch_size={ROWS}", f"run.directory={quoted(run.directory / 'run')}", "run.tensorboard=false",
-        "run.peak_tflops=1", f"run.log_interval={CALIBRATION_STEPS}", "checkpoint.save_interval=0",
-        "checkpoint.keep_last=1", *options.set, *OURS[run.system],
+        f"batch.global_batch_size={options.rows}", f"run.directory={quoted(run.directory / 'run')}",
+        "run.tensorboard=false", "run.peak_tflops=1", f"run.log_interval={CALIBRATION_STEPS}",
+        "checkpoint.save_interval=0", "checkpoint.keep_last=1", *options.set, *OURS[run.system],
     ]  # fmt: skip
 
 
@@ -500,7 +499,11 @@ def score(options: argparse.Namespace, run: Run) -> None:
         trained = Peer(options, run)
         trained.load(run.directory / f"{state['step']}.pt")
         scored = peer_scorer(options, trained)
-    point = {"step": state["step"], "seconds": state["seconds"], "tokens": state["step"] * ROWS * LENGTH}
+    point = {
+        "step": state["step"],
+        "seconds": state["seconds"],
+        "tokens": state["step"] * options.rows * LENGTH,
+    }
     point |= knowledge(options, scored, run.is_trial)
     run.save(state | {"points": [*state["points"], point]})
 
@@ -764,7 +767,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--seeds", type=int, default=3, help="runs of each system (default: 3)")
     add("--points", type=int, default=8, help="scores of each run (default: 8)")
     add("--rates", nargs="+", type=float, default=list(RATES), help="peak learning rates of the trials")
-    add("--micro-batches", nargs="+", type=int, choices=(4, 8, 16, 32), default=[8, 16, 32], metavar="ROWS")
+    add("--rows", type=int, default=32, help="rows of a batch (default: 32)")
+    add("--micro-batches", nargs="+", type=int, default=[8, 16, 32], metavar="ROWS")
     add("--systems", nargs="+", choices=tuple(LABELS), default=list(LABELS))
     add("--threads", type=int, default=1, help="of each system (default: 1)")
     add("--precision", choices=("bf16", "fp32"), default="bf16", help="of all systems (default: bf16)")
@@ -772,10 +776,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--json", type=Path, metavar="FILE", help="write the numbers there")
     add("--plot", type=Path, metavar="FILE", help="draw them there")
     options = parser.parse_args(arguments)
-    check_at_least(options, 1, "pairs", "sentences", "threads", "seeds", "points")
+    check_at_least(options, 1, "pairs", "sentences", "threads", "seeds", "points", "rows", "micro_batches")
     check_at_least(options, 0.1, "seconds")
     check_at_least(options, 1e-6, "rates")
     check_once(options, "systems", "rates", "micro_batches")
+    for size in options.micro_batches:
+        if options.rows % size:
+            raise ConfigError(f"--micro-batches {size} does not divide the {options.rows} --rows of a batch.")
     for setting in options.set:
         if not setting.startswith("model."):
             raise ConfigError(f"--set {setting} is not of model, and all else is equal for all; remove it.")

@@ -58,7 +58,7 @@ def options(text, tmp_path):
     config = load_config([same_hours.LAPTOP_CONFIG], [f"model.{size}" for size in sizes])
     return SimpleNamespace(
         laptop=tmp_path / "laptop", work=tmp_path / "work", sentences=3, precision="fp32", threads=1, seconds=240.0,
-        seeds=2, points=4, rates=[1e-2, 1e-3], micro_batches=[16, 32], blimp=None, pairs=2, set=[],
+        seeds=2, points=4, rates=[1e-2, 1e-3], rows=32, micro_batches=[16, 32], blimp=None, pairs=2, set=[],
         systems=list(same_hours.LABELS), config=config,
     )  # fmt: skip
 
@@ -81,9 +81,10 @@ def test_rows_are_all_of_the_text_and_packed(options, text):
 
 
 def test_each_row_comes_once_in_an_epoch():
-    count = 2 * same_hours.ROWS + 5  # so that the third step has rows of two epochs
+    size = 32
+    count = 2 * size + 5  # so that the third step has rows of two epochs
     rows = np.arange(count)[:, None].repeat(same_hours.LENGTH, 1)
-    seen = [same_hours.peer_batch("gpt2", rows, step, 7, 0, 99)[0][:, 0] for step in range(5)]
+    seen = [same_hours.peer_batch("gpt2", rows, size, step, 7, 0, 99)[0][:, 0] for step in range(5)]
     order = np.concatenate(seen)
     assert sorted(order[:count]) == sorted(order[count : 2 * count]) == list(range(count))
     assert order[:count].tolist() != order[count : 2 * count].tolist()
@@ -91,7 +92,7 @@ def test_each_row_comes_once_in_an_epoch():
 
 def test_bert_predicts_what_is_masked():
     rows = np.full((64, same_hours.LENGTH), 50)
-    inputs, targets = same_hours.peer_batch("bert", rows, 0, 7, mask=4, words=99)
+    inputs, targets = same_hours.peer_batch("bert", rows, len(rows), 0, 7, mask=4, words=99)
     asked = targets != same_hours.PADDED_TARGET
     assert not asked[:, [0, -1]].any() and (targets[asked] == 50).all() and (inputs[~asked] == 50).all()
     assert abs(asked.mean() - same_hours.MASKED_RATIO) < 0.02
