@@ -39,7 +39,7 @@ from megatron_lite.transformer.transformer import Transformer
 EACH = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 # In the interpreter a recipe takes seconds: by default those with each kind of bound, as the others differ in numbers
 # that the kernels read. The lists of blocks are compared for all of them.
-USUAL = {"causal", "bert", "unilmv2", "xlnet with memory"}
+USUAL = {"causal", "bert", "xlnet with memory"}
 
 
 def masks_of_lists(lists, blocks):

@@ -91,7 +91,6 @@ ORDINARY = [" ".join([*PROSE] * 6)] * 8
 ALWAYS = {
     "blank_infilling",
     "t5",
-    "optimus",
 }  # each compiles its loop, for seconds
 
 
