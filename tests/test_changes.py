@@ -78,7 +78,6 @@ def test_a_metric_is_in_the_log_line_and_in_the_records(trained):
     assert len(re.findall(r"step \d/4 .* samples/s", printed)) == len(records) == 4
 
 
-@pytest.mark.slow
 def test_a_norm_has_its_parameters_and_trains(trained):
     found = trained[0]["training"]
     assert "layers.0.input_layernorm.alpha" in found["parameters"]
@@ -86,25 +85,21 @@ def test_a_norm_has_its_parameters_and_trains(trained):
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.slow
 def test_an_optimizer_is_the_one_of_its_paper(trained):
     found = trained[0]["optimizer"]
     assert found["ours"] == pytest.approx(found["paper's"], abs=1e-6)
     assert found["unchanged by infinite gradients"]
 
 
-@pytest.mark.slow
 def test_an_optimizer_has_its_state_in_checkpoints_and_in_the_dry_run(trained):
     assert trained[0]["training"]["kinds"] == ["exp_avg", "weight"]
     assert trained[0]["optimizer"]["bytes"] == pytest.approx(8.0, abs=0.05)
 
 
-@pytest.mark.slow
 def test_an_optimizer_refuses_what_it_does_not_read(trained):
     assert trained[0]["optimizer"]["error"].startswith("optimizer.eps is 0.01, but optimizer.kind lion")
 
 
-@pytest.mark.slow
 def test_a_published_system_is_imported_with_its_proof_and_exported(trained):
     found = trained[0]["published system"]
     assert found["equal"] and "argmax agreement 100.00%" in found["proof"]

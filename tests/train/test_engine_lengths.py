@@ -60,8 +60,7 @@ class Shapes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
 def test_products_have_few_shapes(monkeypatch, dropout):
     """12 products of the block for each length of the tokens, 3 of the head for each count of rows with loss."""
     for module in (lengths_of, compat):

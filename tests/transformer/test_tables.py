@@ -152,8 +152,7 @@ def test_places_name_a_turn_for_each_distance_of_a_row():
     assert turns == [1, 2, 3, 0, 1, 2, *[SUMMED] * 40]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("own", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_model_equals_its_dense_reference(own):
     """DeBERTa with dropout of attention: loss and every gradient, in fp64 written out on the CPU."""
     model = small_model(
